@@ -1,0 +1,1 @@
+"""tailbound: bound both tails of a synchronous PyTorch training step."""

@@ -1,0 +1,168 @@
+"""Settings: frozen, validated when made, each with its default's reason.
+
+``LossBound`` is the network tail's bound, ``Transport`` how bytes travel. The compute
+tail's bound gets its own class here when it lands.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from tailbound.errors import ConfigError
+from tailbound.impairments import Impairments
+
+Test = Literal["change", "drop"]
+Compare = Literal["step", "check"]
+Holes = Literal["zero", "received_mean"]
+Order = Literal["rotate", "fixed", "norm"]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with this message unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBound:
+    """How much of a gradient may be missing when a round closes, and when.
+
+    ``p_low`` holds in the critical regime, ``p_high`` outside. Equal values are a
+    fixed bound (MLT); both zero is reliable delivery.
+
+    Source: DBLP, sections III and IV; spec N8, N9.
+    """
+
+    p_low: float = 0.008
+    """Share in [0, 1) in the critical regime. 0.8 %: EfficientNetB0 in DBLP and MLT."""
+    p_high: float = 0.408
+    """Share in [p_low, 1) outside it. 40 points more, as in DBLP."""
+    eta: float = 0.5
+    """Relative change of the gradient norm that is critical (Accordion's value)."""
+    frequency: int = 10
+    """Rounds between two checks, and how long a critical verdict holds."""
+    test: Test = "change"
+    """``change``: |prev - curr| / prev >= eta. ``drop``: only a falling norm counts."""
+    compare: Compare = "step"
+    """Compare with the norm of the previous ``step`` or of the last ``check``."""
+    window: int = 1
+    """Rounds whose norms are averaged before they are compared; 1 is the paper."""
+    lr_rule: bool = False
+    """A round at which the learning rate fell is critical (Accordion)."""
+    per_layer: bool = False
+    """Compare each tensor's norm; the largest relative change decides."""
+    correct_holes: bool = True
+    """Divide the norm by sqrt(share received), docs/design/0007."""
+    holes: Holes = "zero"
+    """A missing chunk is ``zero`` (the paper), or the mean of what arrived."""
+    order: Order = "rotate"
+    """Which chunks leave first: another start each round, always the same, or the
+    largest norm first. The last to leave are the first to be given up."""
+
+    def __post_init__(self) -> None:
+        require(
+            0.0 <= self.p_low < 1.0 and math.isfinite(self.p_low),
+            f"p_low is a share in [0, 1), not {self.p_low}",
+        )
+        require(
+            self.p_low <= self.p_high < 1.0,
+            f"p_high is a share in [p_low={self.p_low}, 1), not {self.p_high}",
+        )
+        require(
+            self.eta > 0.0 and math.isfinite(self.eta),
+            f"eta is a positive relative change, not {self.eta}",
+        )
+        require(
+            self.frequency >= 1, f"frequency is 1 or more rounds, not {self.frequency}"
+        )
+        require(self.window >= 1, f"window is 1 or more rounds, not {self.window}")
+        for name, value, allowed in (
+            ("test", self.test, ("change", "drop")),
+            ("compare", self.compare, ("step", "check")),
+            ("holes", self.holes, ("zero", "received_mean")),
+            ("order", self.order, ("rotate", "fixed", "norm")),
+        ):
+            require(value in allowed, f"{name} is one of {allowed}, not {value!r}")
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if both regimes have the same bound (MLT's policy)."""
+        return self.p_low == self.p_high
+
+    @classmethod
+    def fixed(cls, p: float) -> "LossBound":
+        """MLT's policy: one bound for the whole training. Source: spec N9."""
+        return cls(p_low=p, p_high=p)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """How bytes travel between the ranks. The defaults fit one Ethernet segment."""
+
+    plan: Literal["server"] = "server"
+    """Who reduces what: ``server``, one server for all workers (the paper's)."""
+    server: str | None = None
+    """``host:port`` of a running ``tailbound serve``. None: rank 0 runs the server
+    and publishes its address through the job's store."""
+    mtu: int | Literal["auto"] = "auto"
+    """Bytes of one IP packet. ``auto``: of the route to the peer, at most 9000, and
+    the smallest of all ranks."""
+    bind: str | None = None
+    """Local address or interface name. None: the address on the route to the peer."""
+    port_range: tuple[int, int] | None = None
+    """First and last port that this process may bind. None: the kernel chooses."""
+    timeout_s: float = 60.0
+    """Longest wait for a peer, in every phase, in seconds."""
+    silence_s: float = 5.0
+    """A sender whose repairs bring no new chunk for this long calls UDP dead."""
+    impairments: Impairments | None = None
+    """Loss and delay added to what this process receives; for tests and the lab."""
+
+    def __post_init__(self) -> None:
+        require(self.plan == "server", f"plan is 'server', not {self.plan!r}")
+        require(
+            self.mtu == "auto"
+            or (isinstance(self.mtu, int) and 576 <= self.mtu <= 65535),
+            f"mtu is 'auto' or 576 to 65535 bytes, not {self.mtu!r}",
+        )
+        require(
+            self.timeout_s > 0.0 and math.isfinite(self.timeout_s),
+            f"timeout_s is a positive number of seconds, not {self.timeout_s}",
+        )
+        require(
+            self.silence_s > 0.0 and math.isfinite(self.silence_s),
+            f"silence_s is a positive number of seconds, not {self.silence_s}",
+        )
+        if self.server is not None:
+            parse_address(self.server)
+        if self.port_range is not None:
+            first, last = self.port_range
+            require(
+                1 <= first <= last <= 65535,
+                f"port_range is (first, last) within 1 to 65535, not {self.port_range}",
+            )
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Split ``host:port`` or ``[v6]:port``.
+
+    Raises:
+        ConfigError: the text is not of that form, or the port not in 0 to 65535.
+    """
+    host, separator, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    require(
+        bool(separator and host)
+        and (bracketed or ":" not in host)
+        and port.isdecimal()
+        and int(port) <= 65535,
+        f"an address is host:port or [ipv6]:port, not {text!r}",
+    )
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """Join host and port; an IPv6 host gets its brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

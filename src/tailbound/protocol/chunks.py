@@ -1,0 +1,203 @@
+"""How a bucket is cut into chunks, in which order they leave, and packing a batch.
+
+Axes: N elements of the bucket, C chunks, K chunks of one batch, E elements a chunk.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailbound.config import Order
+from tailbound.errors import ShapeError
+from tailbound.protocol.wire import HEADER, HEADER_BYTES, MAX_SEQUENCE
+
+GOLDEN_RATIO = 0.6180339887498949
+"""Multiples of it modulo 1 are spread evenly, so starts do not repeat soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """A bucket of ``num_elements`` cut into datagram-sized chunks.
+
+    An element is never split: a chunk holds as many whole elements as fit, and the
+    last one may be shorter. Chunk i is elements [i * E, (i + 1) * E).
+    """
+
+    num_elements: int
+    itemsize: int
+    """Bytes of an element on the wire: 2, 4 or 8."""
+    room_bytes: int
+    """Bytes of data that a datagram has room for."""
+
+    def __post_init__(self) -> None:
+        if self.num_elements < 1:
+            raise ShapeError("a bucket has at least one element")
+        if self.itemsize not in (2, 4, 8):
+            raise ShapeError(f"elements have 2, 4 or 8 bytes, not {self.itemsize}")
+        if self.room_bytes < self.itemsize:
+            raise ShapeError(f"no element fits into {self.room_bytes} bytes")
+        if self.num_chunks - 1 > MAX_SEQUENCE:
+            raise ShapeError(
+                f"{self.num_chunks} chunks do not fit the 32-bit sequence number; "
+                "use smaller buckets or a larger MTU"
+            )
+
+    @property
+    def elements_per_chunk(self) -> int:
+        """E, of every chunk but possibly the last."""
+        return self.room_bytes // self.itemsize
+
+    @property
+    def num_chunks(self) -> int:
+        """C."""
+        return -(-self.num_elements // self.elements_per_chunk)
+
+    @property
+    def num_full(self) -> int:
+        """Chunks that have all E elements: C or C - 1."""
+        return self.num_elements // self.elements_per_chunk
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Data bytes of a full chunk."""
+        return self.elements_per_chunk * self.itemsize
+
+    @property
+    def tail_bytes(self) -> int:
+        """Data bytes of the short last chunk, 0 if there is none."""
+        return (self.num_elements % self.elements_per_chunk) * self.itemsize
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a full datagram, header included."""
+        return HEADER_BYTES + self.chunk_bytes
+
+    def num_bytes(self, chunks_K: NDArray[np.int64]) -> int:
+        """Data bytes of these chunks."""
+        total = len(chunks_K) * self.chunk_bytes
+        if self.tail_bytes:
+            short = int(np.count_nonzero(chunks_K == self.num_full))
+            total -= short * (self.chunk_bytes - self.tail_bytes)
+        return total
+
+
+def allowed_missing(p: float, num_chunks: int) -> int:
+    """Chunks that may be missing when a round closes: floor(p * C), never all.
+
+    Source: spec N5 and its worked values; "never all": DESIGN decision 9.
+    """
+    # 0.29 * 100 is 28.999999999999996 in floats: 1e-9 restores the exact floor and
+    # is far below 1/C for any bucket that fits the sequence number's practical range.
+    return min(int(p * num_chunks + 1e-9), num_chunks - 1)
+
+
+def send_order(
+    order: Order,
+    num_chunks: int,
+    *,
+    counter: int,
+    share: float,
+    norm_C: NDArray[np.float64] | None = None,
+) -> NDArray[np.int64]:
+    """The order in which chunks leave (DESIGN decision 6).
+
+    Args:
+        order: ``fixed`` 0..C-1; ``rotate`` the same from another start each round;
+            ``norm`` the largest norm first.
+        num_chunks: C.
+        counter: the round's counter.
+        share: in [0, 1), shifts this sender's start against the other senders'.
+        norm_C: a norm per chunk, for ``norm``.
+
+    Returns:
+        A permutation of 0..C-1.
+    """
+    if order == "norm":
+        if norm_C is None or norm_C.shape != (num_chunks,):
+            raise ShapeError(f"order 'norm' needs {num_chunks} norms")
+        # NaN sorts last in ascending order; -norm puts the largest first, NaN last.
+        return np.argsort(-norm_C, kind="stable").astype(np.int64)
+    chunks_C = np.arange(num_chunks, dtype=np.int64)
+    if order == "fixed":
+        return chunks_C
+    start = int(((counter * GOLDEN_RATIO + share) % 1.0) * num_chunks)
+    return np.roll(chunks_C, -start)
+
+
+class BucketBytes:
+    """A bucket's memory as rows of chunks, to be packed into datagrams."""
+
+    def __init__(self, values_N: NDArray[np.generic], layout: ChunkLayout) -> None:
+        if values_N.shape != (layout.num_elements,) or not values_N.flags.c_contiguous:
+            raise ShapeError(
+                f"the bucket is {layout.num_elements} contiguous elements, "
+                f"not an array of shape {values_N.shape}"
+            )
+        if values_N.itemsize != layout.itemsize:
+            raise ShapeError(
+                f"elements have {layout.itemsize} bytes, not {values_N.itemsize}"
+            )
+        raw = values_N.view(np.uint8)
+        cut = layout.num_full * layout.chunk_bytes
+        self.layout = layout
+        self._full_CB = raw[:cut].reshape(layout.num_full, layout.chunk_bytes)
+        self._tail = raw[cut:]
+
+    def pack(
+        self,
+        chunks_K: NDArray[np.int64],
+        header: NDArray[np.void],
+        out: memoryview,
+    ) -> int:
+        """Write datagrams for these chunks back to back.
+
+        Args:
+            chunks_K: chunk numbers; a short last chunk only at the end.
+            header: the round's header, from ``wire.make_header``.
+            out: room for them; at least K * segment_bytes.
+
+        Returns:
+            Bytes written.
+        """
+        layout = self.layout
+        num = len(chunks_K)
+        has_tail = bool(layout.tail_bytes) and chunks_K[-1] == layout.num_full
+        num_full = num - 1 if has_tail else num
+        segment = layout.segment_bytes
+        if num_full:
+            first, last = int(chunks_K[0]), int(chunks_K[num_full - 1])
+            headers = np.ndarray((num_full,), HEADER, out, 0, (segment,))
+            headers[...] = header
+            headers["sequence"] = chunks_K[:num_full]
+            headers["length"] = layout.chunk_bytes
+            data = np.ndarray(
+                (num_full, layout.chunk_bytes),
+                np.uint8,
+                out,
+                HEADER_BYTES,
+                (segment, 1),
+            )
+            if is_run(chunks_K[:num_full]):
+                data[...] = self._full_CB[first : last + 1]
+            else:
+                data[...] = self._full_CB[chunks_K[:num_full]]
+        end = num_full * segment
+        if has_tail:
+            headers = np.ndarray((1,), HEADER, out, end)
+            headers[...] = header
+            headers["sequence"] = layout.num_full
+            headers["length"] = layout.tail_bytes
+            end += HEADER_BYTES
+            tail = np.ndarray((layout.tail_bytes,), np.uint8, out, end)
+            tail[...] = self._tail
+            end += layout.tail_bytes
+        return end
+
+
+def is_run(chunks_K: NDArray[np.int64]) -> bool:
+    """True if the numbers grow by one from each to the next."""
+    num = len(chunks_K)
+    if int(chunks_K[-1]) - int(chunks_K[0]) != num - 1:
+        return False
+    return bool((chunks_K[1:] - chunks_K[:-1] == 1).all())

@@ -1,0 +1,418 @@
+"""One process of the job: its links, and what passes between them and the machines.
+
+The I/O side (a driver with sockets, or the fake network) calls down::
+
+    receive_datagrams(link, data, num_bytes, segment_bytes, now)
+    receive_control(link, data, now)      bytes of the TCP stream
+    settle(now)                           after the datagram queues are drained
+    handle_timer(now)                     at or after timer()
+    lose_link(link, reason, now)          its TCP connection ended
+
+and takes out::
+
+    next_datagrams(link, out, now)        a batch, back to back in ``out``
+    next_control(link)                    bytes for the TCP stream
+    next_event()                          what happened
+
+``receive_datagrams`` must come before the control messages that were read at the same
+time, since TCP can deliver a probe before datagrams that were sent earlier (DESIGN
+decision 8). Nothing from the wire raises: malformed, stale, duplicate and foreign
+datagrams are counted, and a peer that breaks the protocol ends the job by a Failed.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailbound.errors import (
+    PeerLostError,
+    PeerProtocolError,
+    RemoteError,
+    TailboundError,
+    WireError,
+)
+from tailbound.protocol.chunks import BucketBytes
+from tailbound.protocol.events import Event, Failed, RoundKey
+from tailbound.protocol.receiver import Receiver
+from tailbound.protocol.sender import Sender
+from tailbound.protocol.session import LinkState, UdpCheck
+from tailbound.protocol.wire import (
+    HEADER_BYTES,
+    PING,
+    PREFIX_BYTES,
+    Bitmap,
+    ControlReader,
+    Fail,
+    Mark,
+    MarkSeen,
+    Message,
+    PingSeen,
+    Probe,
+    Stop,
+    encode_control,
+    headers_untrusted,
+    make_header,
+)
+from tailbound.reduction import WireFormat
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Datagrams of one link by fate; bytes are not counted here."""
+
+    accepted: int = 0
+    """Of the open round; duplicates are in the round's report."""
+    stale: int = 0
+    """Of another round or direction."""
+    foreign: int = 0
+    """Of another session, rank or source address."""
+    malformed: int = 0
+    """Too short, of another version, or with a wrong sequence or length."""
+
+    def __add__(self, other: "LinkCounters") -> "LinkCounters":
+        sums = (
+            getattr(self, item.name) + getattr(other, item.name)
+            for item in fields(LinkCounters)
+        )
+        return LinkCounters(*sums)
+
+
+@dataclass(slots=True)
+class Link:
+    """One TCP connection with its UDP path, as the endpoint sees it."""
+
+    peer_rank: int
+    """-1 until the peer said it."""
+    name: str
+    """For messages: ``rank 2``, or the address while the rank is unknown."""
+    address: str
+    udp_port: int = 0
+    """Ours, for this link."""
+    peer_udp_port: int = 0
+    """Theirs; 0 until known. The I/O side reads it to address datagrams."""
+    mtu: int = 1500
+    window_bytes: int = 1 << 20
+    ip_version: int = 4
+    state: LinkState = LinkState.CONNECTED
+    check: UdpCheck | None = None
+    reader: ControlReader = field(default_factory=ControlReader)
+    control: deque[Message] = field(default_factory=deque)
+    pings: deque[bytes] = field(default_factory=deque)
+    counters: LinkCounters = field(default_factory=LinkCounters)
+
+
+class Endpoint(ABC):
+    """What worker and server have in common. See the module's docstring."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.session = 0
+        self.links: dict[int, Link] = {}
+        self.error: TailboundError | None = None
+        self._events: deque[Event] = deque()
+
+    # -- what each side decides ------------------------------------------------
+
+    @abstractmethod
+    def timer(self) -> float | None:
+        """When ``handle_timer`` has something to do next."""
+
+    @abstractmethod
+    def handle_timer(self, now: float) -> None:
+        """Act on what is due."""
+
+    @abstractmethod
+    def settle(self, now: float) -> None:
+        """Close what is within its bound; the datagram queues are drained."""
+
+    @abstractmethod
+    def _sender(self, link: int) -> tuple[Sender, BucketBytes] | None:
+        """The sender whose datagrams go to this link now."""
+
+    @abstractmethod
+    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat] | None:
+        """The receiver of this link's open round, made if need be."""
+
+    @abstractmethod
+    def _expected(self, link: int) -> RoundKey | None:
+        """The round whose datagrams this link may carry now."""
+
+    @abstractmethod
+    def _handle(self, link: int, message: Message, now: float) -> None:
+        """Take in a control message that is not of a round's machines."""
+
+    @abstractmethod
+    def _phase(self) -> str:
+        """What is going on, for error messages."""
+
+    # -- down: the network and the clock ---------------------------------------
+
+    def receive_datagrams(
+        self,
+        link: int,
+        data: memoryview,
+        num_bytes: int,
+        segment_bytes: int,
+        now: float,
+    ) -> None:
+        """Take in datagrams that lie back to back, the last possibly shorter."""
+        if self.error is not None or num_bytes == 0:
+            return
+        num = num_bytes // segment_bytes
+        rest = num_bytes - num * segment_bytes
+        if num:
+            self._receive_equal(link, data, num, segment_bytes, now)
+        if rest:
+            self._receive_equal(link, data[num * segment_bytes :], 1, rest, now)
+
+    def receive_control(self, link: int, data: bytes | memoryview, now: float) -> None:
+        """Take in bytes of a link's TCP stream."""
+        if self.error is not None:
+            return
+        state = self.links[link]
+        try:
+            for message in state.reader.feed_untrusted(data):
+                if isinstance(message, Fail):
+                    self._fail_remote(link, message)
+                    return
+                self._dispatch(link, message, now)
+                if self.error is not None:
+                    return
+        except WireError as error:
+            self.fail(PeerProtocolError(state.name, state.state.value, str(error)))
+        except TailboundError as error:
+            self.fail(error)
+
+    def lose_link(self, link: int, reason: str, now: float) -> None:
+        """A link's TCP connection ended without a goodbye."""
+        state = self.links[link]
+        if self.error is None and state.state is not LinkState.CLOSED:
+            self.fail(PeerLostError((state.name,), self._phase(), reason))
+
+    def count_foreign(self, link: int, num: int) -> None:
+        """Datagrams came from an address that is not the peer's."""
+        self.links[link].counters.foreign += num
+
+    # -- up: what to send, what happened ---------------------------------------
+
+    def next_datagrams(
+        self,
+        link: int,
+        out: memoryview,
+        now: float,
+        *,
+        max_segments: int,
+        max_bytes: int,
+    ) -> tuple[int, int] | None:
+        """Write the next batch for this link into ``out``.
+
+        Returns:
+            Bytes written and bytes per datagram, or None if nothing may leave now.
+        """
+        state = self.links[link]
+        if state.pings:
+            ping = state.pings.popleft()
+            out[: len(ping)] = ping
+            return len(ping), len(ping)
+        pair = self._sender(link) if self.error is None else None
+        if pair is None:
+            return None
+        sender, rows = pair
+        chunks_K = sender.next_chunks(now, max_segments, max_bytes)
+        if chunks_K is None:
+            return None
+        header = make_header(sender.key, self.session, self.rank)
+        return rows.pack(chunks_K, header, out), rows.layout.segment_bytes
+
+    def next_control(self, link: int) -> bytes | None:
+        """Bytes to put into the link's TCP stream, after the batches taken so far."""
+        state = self.links[link]
+        if state.control:
+            return encode_control(state.control.popleft())
+        if self.error is not None:
+            return None
+        pair = self._sender(link)
+        if pair is not None and (message := pair[0].next_control()) is not None:
+            return encode_control(message)
+        return None
+
+    def next_event(self) -> Event | None:
+        """The next thing that happened, in order."""
+        return self._events.popleft() if self._events else None
+
+    def fail(self, error: TailboundError) -> None:
+        """End the job: tell the peers, report Failed, go quiet. The first one counts."""
+        if self.error is not None:
+            return
+        self.error = error
+        peers = error.peers if isinstance(error, PeerLostError) else ()
+        told = Fail(peers, self._phase(), str(error))
+        for state in self.links.values():
+            if state.state is not LinkState.CLOSED:
+                state.control.append(told)
+        self._events.append(Failed(error))
+
+    def counters(self) -> LinkCounters:
+        """Datagrams by fate, over all links."""
+        return sum((link.counters for link in self.links.values()), LinkCounters())
+
+    # -- inside ----------------------------------------------------------------
+
+    def _receive_equal(
+        self, link: int, data: memoryview, num: int, segment_bytes: int, now: float
+    ) -> None:
+        """Take in ``num`` datagrams of one size: check them at once, then the data."""
+        state = self.links[link]
+        counters = state.counters
+        try:
+            headers_K = headers_untrusted(data, num, segment_bytes)
+        except WireError:
+            counters.malformed += num
+            return
+        if state.check is not None and headers_K["kind"][0] == PING:
+            self._receive_ping(link, headers_K, segment_bytes, now)
+            return
+        expected = self._expected(link)
+        if expected is None:
+            counters.stale += num
+            return
+        prefix = make_header(expected, self.session, 0).tobytes()[:PREFIX_BYTES]
+        words = np.frombuffer(prefix, np.uint64)
+        words_K2 = np.ndarray((num, 2), np.uint64, data, 0, (segment_bytes, 8))
+        valid_K = (words_K2 == words).all(axis=1) & (
+            headers_K["rank"] == state.peer_rank
+        )
+        if not valid_K.all():
+            self._count_invalid(state, headers_K[~valid_K], expected)
+            if not valid_K.any():
+                return
+        pair = self._receiver(link, now)
+        if pair is None:
+            counters.stale += int(np.count_nonzero(valid_K))
+            return
+        receiver, wire_format = pair
+        layout = receiver.layout
+        room = segment_bytes - HEADER_BYTES
+        chunks_K = headers_K["sequence"].astype(np.int64)
+        is_tail = room == layout.tail_bytes
+        if is_tail:
+            fits_K = chunks_K == layout.num_full
+        elif room == layout.chunk_bytes:
+            fits_K = chunks_K < layout.num_full
+        else:
+            counters.malformed += int(np.count_nonzero(valid_K))
+            return
+        fits_K &= headers_K["length"] == room
+        use_K = valid_K & fits_K
+        num_used = int(np.count_nonzero(use_K))
+        counters.malformed += int(np.count_nonzero(valid_K)) - num_used
+        if not num_used:
+            return
+        counters.accepted += num_used
+        dtype = wire_format.wire
+        rows_KE: NDArray[Any] = np.ndarray(
+            (num, room // dtype.itemsize),
+            dtype,
+            data,
+            HEADER_BYTES,
+            (segment_bytes, dtype.itemsize),
+        )
+        if num_used < num:
+            chunks_K, rows_KE = chunks_K[use_K], rows_KE[use_K]
+        if is_tail:
+            receiver.receive_tail(num_used, rows_KE[0])
+        else:
+            receiver.receive(chunks_K, rows_KE)
+
+    def _count_invalid(
+        self, state: Link, headers_K: NDArray[np.void], expected: RoundKey
+    ) -> None:
+        num = len(headers_K)
+        ours_K = make_header(expected, self.session, state.peer_rank)
+        known_K = (headers_K["version"] == ours_K["version"]) & (
+            headers_K["kind"] <= PING
+        )
+        foreign_K = known_K & (
+            (headers_K["session"] != ours_K["session"])
+            | (headers_K["rank"] != ours_K["rank"])
+        )
+        num_known = int(np.count_nonzero(known_K))
+        num_foreign = int(np.count_nonzero(foreign_K))
+        state.counters.malformed += num - num_known
+        state.counters.foreign += num_foreign
+        state.counters.stale += num_known - num_foreign
+
+    def _receive_ping(
+        self, link: int, headers_K: NDArray[np.void], segment_bytes: int, now: float
+    ) -> None:
+        state = self.links[link]
+        session_K = headers_K["session"] == self.session
+        state.counters.foreign += int(np.count_nonzero(~session_K))
+        if (
+            state.check is not None
+            and session_K.any()
+            and state.check.receive_ping(segment_bytes)
+        ):
+            state.control.append(PingSeen(segment_bytes))
+
+    def _dispatch(self, link: int, message: Message, now: float) -> None:
+        """Give a control message to the machine it belongs to."""
+        if isinstance(message, PingSeen):
+            check = self.links[link].check
+            if check is not None:
+                check.receive_seen(message.num_bytes)
+        elif isinstance(message, Bitmap | Stop | MarkSeen):
+            # Answers of a round that is over are late, not wrong.
+            pair = self._sender(link)
+            if pair is not None and pair[0].key == message.key:
+                pair[0].receive_untrusted(message, now)
+        elif isinstance(message, Probe | Mark):
+            self._receive_question(link, message, now)
+        else:
+            self._handle(link, message, now)
+
+    def _receive_question(self, link: int, message: Probe | Mark, now: float) -> None:
+        if self._expected(link) != message.key:
+            return
+        pair = self._receiver(link, now)
+        if pair is None:
+            return
+        receiver = pair[0]
+        if isinstance(message, Mark):
+            receiver.receive_mark(message.sent_bytes)
+        else:
+            # If what is here is enough, the stop answers the probe.
+            receiver.settle(now)
+            receiver.receive_probe()
+        self._collect(link, receiver)
+
+    def _collect(self, link: int, receiver: Receiver) -> None:
+        """Queue a receiver's control messages on its link."""
+        while (message := receiver.next_control()) is not None:
+            self.links[link].control.append(message)
+
+    def _queue_pings(self, now: float) -> None:
+        for state in self.links.values():
+            if state.check is not None and state.state is LinkState.CHECKING:
+                state.pings.extend(state.check.due_pings(now))
+                error = state.check.handle_timer(now)
+                if error is not None:
+                    self.fail(error)
+
+    def _ping_timers(self) -> list[float]:
+        return [
+            state.check.timer()
+            for state in self.links.values()
+            if state.check is not None and state.state is LinkState.CHECKING
+        ]
+
+    def _fail_remote(self, link: int, told: Fail) -> None:
+        name = self.links[link].name
+        if told.peers:
+            self.fail(PeerLostError(told.peers, told.phase, f"{name} says so"))
+        else:
+            self.fail(RemoteError(name, told.message))

@@ -1,0 +1,51 @@
+"""How many bytes of a round may be on the way to the receiver.
+
+The receiver's socket buffer is finite, and a sender on the same machine or behind a
+fast link fills it in milliseconds. The sender therefore puts marks between its
+datagrams, over TCP: "up to here I sent b bytes". The receiver answers a mark once its
+datagram queue is empty. What lies behind the last answered mark has left the buffer,
+arrived or lost, so the count needs no datagram to arrive and works at any loss.
+"""
+
+from tailbound.errors import WireError
+
+MARKS_PER_WINDOW = 4
+"""A mark each quarter window: the sender is not idle while one mark travels."""
+
+
+class Window:
+    """Counts bytes on the way; not a congestion controller."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self.sent_bytes = 0
+        self.seen_bytes = 0
+        self._marked_bytes = 0
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes sent and not yet known to have left the receiver's queue."""
+        return self.sent_bytes - self.seen_bytes
+
+    def can_send(self, num_bytes: int) -> bool:
+        """True if this many bytes more stay within the window (or it is empty)."""
+        in_flight = self.in_flight_bytes
+        return in_flight == 0 or in_flight + num_bytes <= self.window_bytes
+
+    def on_sent(self, num_bytes: int) -> int | None:
+        """Count bytes handed over; returns what to say in a mark if one is due."""
+        self.sent_bytes += num_bytes
+        if self.sent_bytes - self._marked_bytes < self.window_bytes // MARKS_PER_WINDOW:
+            return None
+        self._marked_bytes = self.sent_bytes
+        return self.sent_bytes
+
+    def on_seen_untrusted(self, sent_bytes: int) -> None:
+        """A mark came back, or the answer to a probe, which implies all sent so far.
+
+        Raises:
+            WireError: the peer claims a mark that was never sent.
+        """
+        if not 0 <= sent_bytes <= self.sent_bytes:
+            raise WireError(f"a mark of {sent_bytes} bytes after {self.sent_bytes}")
+        self.seen_bytes = max(self.seen_bytes, sent_bytes)

@@ -1,0 +1,254 @@
+"""Take in one bucket over a lossy link and decide when enough of it is here (N5).
+
+::
+
+    OPEN --missing <= allowed, once the queue is drained--> CLOSED
+
+A probe in OPEN is answered with the bitmap; closing puts out the stop with the final
+bitmap. In CLOSED everything is ignored and counted.
+Source: DBLP, Algorithm 2.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailbound.errors import RoundTimeoutError, TailboundError
+from tailbound.protocol.chunks import ChunkLayout, allowed_missing, is_run
+from tailbound.protocol.events import RoundKey
+from tailbound.protocol.wire import Bitmap, MarkSeen, Stop, pack_bits
+from tailbound.reduction import WireFormat, add_into
+
+
+class ReceiverState(Enum):
+    """What the receiver waits for."""
+
+    OPEN = "open"
+    """For chunks, until the missing share is within the bound."""
+    CLOSED = "closed"
+    """For nothing: the round is over."""
+
+
+TRANSITIONS: dict[tuple[ReceiverState, str], ReceiverState] = {
+    (ReceiverState.OPEN, "chunks"): ReceiverState.OPEN,
+    (ReceiverState.OPEN, "probe"): ReceiverState.OPEN,
+    (ReceiverState.OPEN, "within the bound"): ReceiverState.CLOSED,
+    (ReceiverState.CLOSED, "chunks"): ReceiverState.CLOSED,
+    (ReceiverState.CLOSED, "probe"): ReceiverState.CLOSED,
+}
+"""Every (state, input) and the state after it."""
+
+
+class Sink(Protocol):
+    """Where the data of new chunks goes; each chunk exactly once."""
+
+    def put_run(self, first: int, rows_KE: NDArray[np.generic]) -> None:
+        """Full chunks first, first + 1, ..."""
+        ...
+
+    def put(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
+        """Full chunks in any order."""
+        ...
+
+    def put_tail(self, row_E: NDArray[np.generic]) -> None:
+        """The short last chunk."""
+        ...
+
+
+class _RowSink:
+    """The rows of an array of N elements, C - 1 or C full ones and a tail."""
+
+    def __init__(self, values_N: NDArray[np.generic], layout: ChunkLayout) -> None:
+        cut = layout.num_full * layout.elements_per_chunk
+        self._rows_CE = values_N[:cut].reshape(
+            layout.num_full, layout.elements_per_chunk
+        )
+        self._tail_E = values_N[cut:]
+
+
+class SumSink(_RowSink):
+    """Adds chunks to a sum while they are hot in the cache (no copy per worker)."""
+
+    def __init__(
+        self, sum_N: NDArray[np.generic], layout: ChunkLayout, wire_format: WireFormat
+    ) -> None:
+        super().__init__(sum_N, layout)
+        self._format = wire_format
+
+    def put_run(self, first: int, rows_KE: NDArray[np.generic]) -> None:
+        """See Sink."""
+        add_into(self._rows_CE[first : first + len(rows_KE)], rows_KE, self._format)
+
+    def put(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
+        """See Sink."""
+        picked_KE = self._rows_CE[chunks_K]
+        add_into(picked_KE, rows_KE, self._format)
+        self._rows_CE[chunks_K] = picked_KE
+
+    def put_tail(self, row_E: NDArray[np.generic]) -> None:
+        """See Sink."""
+        add_into(self._tail_E, row_E, self._format)
+
+
+class StoreSink(_RowSink):
+    """Puts chunks into their place."""
+
+    def put_run(self, first: int, rows_KE: NDArray[np.generic]) -> None:
+        """See Sink."""
+        self._rows_CE[first : first + len(rows_KE)] = rows_KE
+
+    def put(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
+        """See Sink."""
+        self._rows_CE[chunks_K] = rows_KE
+
+    def put_tail(self, row_E: NDArray[np.generic]) -> None:
+        """See Sink."""
+        self._tail_E[...] = row_E
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverStatistics:
+    """What one round brought its receiver."""
+
+    received: int
+    """Datagrams of this round, duplicates included."""
+    duplicates: int
+    probes: int
+    missing: int
+    latency_s: float
+    """Opened until closed."""
+
+
+class Receiver:
+    """One round's receiver. Batches of chunks go in; bitmaps and the stop come out."""
+
+    def __init__(
+        self,
+        key: RoundKey,
+        layout: ChunkLayout,
+        sink: Sink,
+        *,
+        loss_bound: float,
+        peer: str,
+        now: float,
+        timeout_s: float,
+    ) -> None:
+        self.key, self.layout, self.peer = key, layout, peer
+        self.state = ReceiverState.OPEN
+        self.arrived_C = np.zeros(layout.num_chunks, dtype=np.bool_)
+        self._missing = layout.num_chunks
+        self._allowed = allowed_missing(loss_bound, layout.num_chunks)
+        self._sink = sink
+        self._opened_s = now
+        self._deadline_s = now + timeout_s
+        self._closed_s = now
+        self._received, self._duplicates, self._probes = 0, 0, 0
+        self._outbox: list[Bitmap | Stop | MarkSeen] = []
+
+    @property
+    def missing(self) -> int:
+        """Chunks not here yet."""
+        return self._missing
+
+    def receive(
+        self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]
+    ) -> None:
+        """Take in full chunks, each with E elements; numbers are in range already."""
+        num = len(chunks_K)
+        self._received += num
+        if self.state is ReceiverState.CLOSED:
+            self._duplicates += num
+            return
+        first = int(chunks_K[0])
+        if is_run(chunks_K):
+            window = self.arrived_C[first : first + num]
+            if not window.any():
+                window[...] = True
+                self._missing -= num
+                self._sink.put_run(first, rows_KE)
+                return
+        # The first of equal numbers in one batch counts, as does the first over time.
+        new_K, where_K = np.unique(chunks_K, return_index=True)
+        fresh = ~self.arrived_C[new_K]
+        new_K, where_K = new_K[fresh], where_K[fresh]
+        self._duplicates += num - len(new_K)
+        if len(new_K):
+            self.arrived_C[new_K] = True
+            self._missing -= len(new_K)
+            self._sink.put(new_K, rows_KE[where_K])
+
+    def receive_tail(self, num: int, row_E: NDArray[np.generic]) -> None:
+        """Take in ``num`` equal copies of the short last chunk."""
+        self._received += num
+        if self.state is ReceiverState.CLOSED or self.arrived_C[-1]:
+            self._duplicates += num
+            return
+        self._duplicates += num - 1
+        self.arrived_C[-1] = True
+        self._missing -= 1
+        self._sink.put_tail(row_E)
+
+    def receive_probe(self) -> None:
+        """Answer with the newest bitmap; call ``settle`` first, it may close."""
+        if self.state is ReceiverState.OPEN:
+            self._probes += 1
+            key, bits = self.key, pack_bits(self.arrived_C)
+            self._outbox.append(Bitmap(key.counter, key.bucket, key.direction, bits))
+
+    def receive_mark(self, sent_bytes: int) -> None:
+        """Answer a pacing mark; the queue is drained up to it."""
+        if self.state is ReceiverState.OPEN:
+            key = self.key
+            self._outbox.append(
+                MarkSeen(key.counter, key.bucket, key.direction, sent_bytes)
+            )
+
+    def settle(self, now: float) -> bool:
+        """Close if the missing share is within the bound; call when drained.
+
+        What already lies in the queue costs no time and is taken first, so a round
+        closes with as little missing as is free.
+
+        Returns:
+            True if the round closed by this call.
+        """
+        if self.state is ReceiverState.CLOSED or self._missing > self._allowed:
+            return False
+        self.state = ReceiverState.CLOSED
+        self._closed_s = now
+        key, bits = self.key, pack_bits(self.arrived_C)
+        self._outbox.append(Stop(key.counter, key.bucket, key.direction, bits))
+        return True
+
+    def next_control(self) -> Bitmap | Stop | MarkSeen | None:
+        """The next control message, in order."""
+        return self._outbox.pop(0) if self._outbox else None
+
+    def timer(self) -> float | None:
+        """When the round's deadline passes."""
+        return self._deadline_s if self.state is ReceiverState.OPEN else None
+
+    def handle_timer(self, now: float) -> TailboundError | None:
+        """Returns the error that ends the round if its deadline has passed."""
+        if self.state is ReceiverState.CLOSED or now < self._deadline_s:
+            return None
+        return RoundTimeoutError(
+            self.peer,
+            self.key.describe(),
+            self._missing,
+            self.layout.num_chunks,
+            now - self._opened_s,
+        )
+
+    def statistics(self) -> ReceiverStatistics:
+        """Counts so far; complete once CLOSED."""
+        return ReceiverStatistics(
+            received=self._received,
+            duplicates=self._duplicates,
+            probes=self._probes,
+            missing=self._missing,
+            latency_s=self._closed_s - self._opened_s,
+        )

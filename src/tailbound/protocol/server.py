@@ -1,0 +1,305 @@
+"""The server's endpoint: one link per worker (DBLP, Algorithm 3)."""
+
+from tailbound.config import LossBound
+from tailbound.errors import (
+    HandshakeError,
+    PeerLostError,
+    PeerProtocolError,
+    RoundTimeoutError,
+    TailboundError,
+    WireError,
+)
+from tailbound.protocol.chunks import BucketBytes
+from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.events import (
+    SERVER_RANK,
+    Ended,
+    RoundKey,
+    Started,
+    peer_name,
+)
+from tailbound.protocol.plan import Limits, Plan
+from tailbound.protocol.receiver import Receiver
+from tailbound.protocol.sender import Sender
+from tailbound.protocol.server_rounds import ServerRounds
+from tailbound.protocol.session import (
+    LinkState,
+    UdpCheck,
+    check_hello,
+    find_mismatch,
+    next_state,
+    ping_sizes,
+)
+from tailbound.protocol.wire import (
+    HEADER_BYTES,
+    Begin,
+    Bye,
+    GatherPart,
+    Hello,
+    Message,
+    Refuse,
+    Start,
+    Welcome,
+    datagram_bytes,
+)
+from tailbound.reduction import FORMATS, WireFormat
+
+
+class ServerEndpoint(Endpoint):
+    """Accepts the workers, then reduces round after round until all say goodbye."""
+
+    def __init__(
+        self,
+        world_size: int,
+        session: int,
+        *,
+        now: float,
+        timeout_s: float,
+        silence_s: float,
+        join_timeout_s: float | None = None,
+        first_counter: int = 1,
+    ) -> None:
+        super().__init__(SERVER_RANK)
+        self.session = session
+        self.world_size = world_size
+        self._timeout_s, self._silence_s = timeout_s, silence_s
+        self._join_deadline_s = now + (join_timeout_s or timeout_s)
+        self._first_counter = first_counter
+        self._hellos: dict[int, Hello] = {}
+        self._rounds: ServerRounds | None = None
+        self._ended = False
+        self.dropped: list[int] = []
+        """Links that the I/O side must close: they were no workers of this job."""
+
+    def accept(self, number: int, link: Link) -> None:
+        """A TCP connection came in; its first message must be a hello."""
+        self.links[number] = link
+
+    @property
+    def bound(self) -> LossBound | None:
+        """The bound that the workers brought along; None before the first hello."""
+        hello = next(iter(self._hellos.values()), None)
+        return None if hello is None else hello.bound
+
+    def receive_control(self, link: int, data: bytes | memoryview, now: float) -> None:
+        """See Endpoint; a stranger that talks nonsense costs only its own link."""
+        state = self.links.get(link)
+        if state is None:
+            return
+        if state.peer_rank >= 0:
+            super().receive_control(link, data, now)
+            return
+        try:
+            for message in state.reader.feed_untrusted(data):
+                if not isinstance(message, Hello):
+                    raise WireError(f"{type(message).__name__} before hello")
+                self._welcome(link, message, now)
+                if self.error is not None:
+                    return
+        except WireError:
+            self._drop(link)
+
+    def lose_link(self, link: int, reason: str, now: float) -> None:
+        """See Endpoint."""
+        state = self.links.get(link)
+        if state is None:
+            return
+        if state.peer_rank < 0:
+            self._drop(link)
+        else:
+            super().lose_link(link, reason, now)
+
+    def settle(self, now: float) -> None:
+        """See Endpoint."""
+        if self.error is not None:
+            return
+        if self._rounds is None:
+            self._try_start(now)
+            return
+        for number, state in self.links.items():
+            if state.peer_rank in self._rounds.open_ranks:
+                receiver = self._rounds.arrival(state.peer_rank, now)
+                receiver.settle(now)
+                # A worker's stop must reach it before the announcement of the mean.
+                self._collect(number, receiver)
+        mean = self._rounds.try_finish(now)
+        if mean is not None:
+            for state in self.links.values():
+                state.control.append(mean)
+
+    def timer(self) -> float | None:
+        """See Endpoint."""
+        times = self._ping_timers()
+        if self._rounds is None:
+            times.append(self._join_deadline_s)
+        elif (time := self._rounds.timer()) is not None:
+            times.append(time)
+        return min(times, default=None)
+
+    def handle_timer(self, now: float) -> None:
+        """See Endpoint."""
+        if self.error is not None or self._ended:
+            return
+        self._queue_pings(now)
+        if self._rounds is not None:
+            error = self._rounds.handle_timer(now)
+            if error is not None:
+                self.fail(error)
+        elif now >= self._join_deadline_s:
+            self.fail(self._not_all_here())
+        else:
+            self._try_start(now)
+
+    def _not_all_here(self) -> TailboundError:
+        here = {hello.rank for hello in self._hellos.values()}
+        missing = [rank for rank in range(self.world_size) if rank not in here]
+        names = tuple(peer_name(rank) for rank in missing)
+        return PeerLostError(names, "start-up", "did not join before the deadline")
+
+    def _sender(self, link: int) -> tuple[Sender, BucketBytes] | None:
+        if self._rounds is None:
+            return None
+        return self._rounds.sender(self.links[link].peer_rank)
+
+    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat] | None:
+        if self._rounds is None:
+            return None
+        spec = self._rounds.plan.buckets[self._rounds.key.bucket]
+        receiver = self._rounds.arrival(self.links[link].peer_rank, now)
+        return receiver, FORMATS[spec.dtype]
+
+    def _expected(self, link: int) -> RoundKey | None:
+        return None if self._rounds is None else self._rounds.key
+
+    def _handle(self, link: int, message: Message, now: float) -> None:
+        state = self.links[link]
+        match message:
+            case Begin() if self._rounds is not None:
+                key = self._rounds.key
+                if (message.counter, message.bucket) != (key.counter, key.bucket):
+                    raise PeerProtocolError(
+                        state.name,
+                        f"in round {key.counter}, bucket {key.bucket}",
+                        f"round {message.counter}, bucket {message.bucket}",
+                    )
+                if not 0 <= message.weight < float("inf"):
+                    raise WireError(f"a weight of {message.weight}")
+                self._rounds.begin(state.peer_rank, message, now)
+                self._check_all_stay()
+            case GatherPart():
+                if message.rank != state.peer_rank:
+                    raise WireError(f"a gather part of rank {message.rank}")
+                for other in self.links.values():
+                    other.control.append(message)
+            case Bye():
+                state.state = next_state(state.state, "bye", peer=state.name)
+                if all(s.state is LinkState.CLOSED for s in self.links.values()):
+                    self._ended = True
+                    self._events.append(Ended())
+                else:
+                    self._check_all_stay()
+            case _:
+                raise PeerProtocolError(
+                    state.name, self._phase(), type(message).__name__
+                )
+
+    def _check_all_stay(self) -> None:
+        """A round that a departed worker would have to join can never end."""
+        if self._rounds is None or not self._rounds.open_ranks:
+            return
+        gone = tuple(
+            state.name
+            for state in self.links.values()
+            if state.state is LinkState.CLOSED
+        )
+        if gone:
+            self.fail(PeerLostError(gone, self._phase(), "left while others go on"))
+
+    def _welcome(self, link: int, hello: Hello, now: float) -> None:
+        state = self.links[link]
+        taken = [other.rank for other in self._hellos.values()]
+        refusal = check_hello(hello, world_size=self.world_size, taken=taken)
+        first = next(iter(self._hellos.values()), None)
+        if refusal is None and first is not None:
+            refusal = find_mismatch(first, hello)
+        if refusal is not None:
+            self._refuse(link, refusal)
+            return
+        self._hellos[link] = hello
+        state.peer_rank, state.name = hello.rank, peer_name(hello.rank)
+        state.peer_udp_port = hello.udp_port
+        if len(self._hellos) < self.world_size:
+            return
+        largest = min(
+            datagram_bytes(
+                min(self.links[number].mtu, other.mtu), self.links[number].ip_version
+            )
+            for number, other in self._hellos.items()
+        )
+        sizes = ping_sizes(largest)
+        for number in self._hellos:
+            self._check_udp(self.links[number], sizes, now)
+
+    def _check_udp(self, state: Link, sizes: tuple[int, ...], now: float) -> None:
+        state.state = next_state(state.state, "agreed", peer=state.name)
+        state.control.append(Welcome(self.session, state.udp_port, sizes))
+        state.check = UdpCheck(
+            session=self.session,
+            rank=SERVER_RANK,
+            sizes=sizes,
+            peer=state.name,
+            address=f"{state.address} port {state.peer_udp_port}",
+            now=now,
+            timeout_s=self._timeout_s,
+        )
+
+    def _try_start(self, now: float) -> None:
+        """Start when every link's UDP works both ways."""
+        if len(self._hellos) < self.world_size:
+            return
+        settled = [
+            state.check.settled_bytes(now) if state.check is not None else None
+            for number, state in self.links.items()
+            if number in self._hellos
+        ]
+        sizes = [size for size in settled if size is not None]
+        if len(sizes) < self.world_size:
+            return
+        room = min(sizes) - HEADER_BYTES
+        window = min(
+            min(self.links[number].window_bytes, hello.window_bytes)
+            for number, hello in self._hellos.items()
+        )
+        first = next(iter(self._hellos.values()))
+        self._rounds = ServerRounds(
+            Plan(
+                first.buckets,
+                first.bound,
+                room,
+                self.world_size,
+                Limits(window, self._timeout_s, self._silence_s),
+                self._first_counter,
+            )
+        )
+        for number in list(self.links):
+            if number not in self._hellos:
+                self._drop(number)
+        for state in self.links.values():
+            state.state = next_state(state.state, "start", peer=state.name)
+            state.control.append(Start(room, window))
+        self._events.append(Started(self.world_size, room))
+
+    def _refuse(self, link: int, refusal: Refuse) -> None:
+        self.links[link].control.append(refusal)
+        self.fail(
+            HandshakeError(refusal.field, refusal.ours, refusal.theirs, refusal.remedy)
+        )
+
+    def _drop(self, link: int) -> None:
+        del self.links[link]
+        self.dropped.append(link)
+
+    def _phase(self) -> str:
+        if self._rounds is None:
+            return "start-up"
+        return self._rounds.key.describe()

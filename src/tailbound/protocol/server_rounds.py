@@ -1,0 +1,263 @@
+"""The server's part of all rounds (spec N6): collect, take the mean, set p, send back.
+
+A round is open from the moment the previous mean is computed: a worker that already
+has its mean may send the next gradient while others still receive theirs.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailbound.errors import RoundTimeoutError, TailboundError
+from tailbound.protocol.chunks import BucketBytes, send_order
+from tailbound.protocol.events import Direction, RoundKey, peer_name
+from tailbound.protocol.plan import Plan
+from tailbound.protocol.receiver import Receiver, ReceiverState, SumSink
+from tailbound.protocol.sender import Sender
+from tailbound.protocol.wire import Begin, Mean
+from tailbound.reduction import FORMATS, finish_mean, l2_norms, widen
+from tailbound.regime import Decision, RegimeDetector
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """One worker's gradient in the open round."""
+
+    receiver: Receiver
+    begin: Begin | None = None
+
+    @property
+    def is_done(self) -> bool:
+        if self.begin is None:
+            return False
+        return self.begin.weight == 0 or self.receiver.state is ReceiverState.CLOSED
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What the server keeps for a bucket: a sum, and who decides its bound."""
+
+    sum_N: NDArray[Any]
+    detector: RegimeDetector
+    ends_L: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class ServerRounds:
+    """The server's side of all rounds, one after the other."""
+
+    plan: Plan
+    index: int = 0
+    """The open round, from 0."""
+    _buckets: list[_Bucket] = field(default_factory=list)
+    _arrivals: dict[int, _Arrival] = field(default_factory=dict)
+    _opened_s: float | None = None
+    _senders: dict[int, Sender] = field(default_factory=dict)
+    _mean_bytes: BucketBytes | None = None
+
+    def __post_init__(self) -> None:
+        for spec in self.plan.buckets:
+            sizes_L = [int(np.prod(shape, dtype=np.int64)) for shape in spec.shapes]
+            self._buckets.append(
+                _Bucket(
+                    np.zeros(spec.num_elements, FORMATS[spec.dtype].sum),
+                    RegimeDetector(self.plan.bound),
+                    np.cumsum(sizes_L, dtype=np.int64),
+                )
+            )
+
+    @property
+    def key(self) -> RoundKey:
+        """The open round."""
+        return self.plan.key(self.index, Direction.IN)
+
+    def arrival(self, rank: int, now: float) -> Receiver:
+        """The receiver of this worker's gradient in the open round."""
+        return self._arrival(rank, now).receiver
+
+    def begin(self, rank: int, begin: Begin, now: float) -> None:
+        """A worker announced its gradient and its weight."""
+        self._arrival(rank, now).begin = begin
+
+    def sender(self, rank: int) -> tuple[Sender, BucketBytes] | None:
+        """The mean's sender to this worker, with the mean, if one is under way."""
+        sender = self._senders.get(rank)
+        if sender is None or self._mean_bytes is None:
+            return None
+        return sender, self._mean_bytes
+
+    @property
+    def open_ranks(self) -> tuple[int, ...]:
+        """Workers that have begun the open round."""
+        return tuple(self._arrivals)
+
+    def try_finish(self, now: float) -> Mean | None:
+        """Take the mean once every worker's gradient is in.
+
+        Returns:
+            What to announce to every worker, once per round.
+        """
+        done = [arrival.is_done for arrival in self._arrivals.values()]
+        if len(done) < self.plan.world_size or not all(done):
+            return None
+        return self._finish(now)
+
+    def timer(self) -> float | None:
+        """When ``handle_timer`` has something to do."""
+        times = [
+            time
+            for machine in (*self._senders.values(), *self._receivers())
+            if (time := machine.timer()) is not None
+        ]
+        if self._opened_s is not None:
+            times.append(self._opened_s + self.plan.limits.timeout_s)
+        return min(times, default=None)
+
+    def handle_timer(self, now: float) -> TailboundError | None:
+        """Returns the error that ends the job, if a deadline has passed."""
+        for machine in (*self._senders.values(), *self._receivers()):
+            error = machine.handle_timer(now)
+            if error is not None:
+                return error
+        if self._opened_s is None:
+            return None
+        waited_s = now - self._opened_s
+        if waited_s < self.plan.limits.timeout_s:
+            return None
+        late = [rank for rank in range(self.plan.world_size) if not self._is_in(rank)]
+        num = self.plan.layout(self.key.bucket).num_chunks
+        names = ", ".join(peer_name(rank) for rank in late)
+        return RoundTimeoutError(names, self.key.describe(), num, num, waited_s)
+
+    def _is_in(self, rank: int) -> bool:
+        arrival = self._arrivals.get(rank)
+        return arrival is not None and arrival.is_done
+
+    def _receivers(self) -> list[Receiver]:
+        return [arrival.receiver for arrival in self._arrivals.values()]
+
+    def _arrival(self, rank: int, now: float) -> _Arrival:
+        arrival = self._arrivals.get(rank)
+        if arrival is None:
+            key = self.key
+            layout = self.plan.layout(key.bucket)
+            bucket = self._buckets[key.bucket]
+            wire_format = FORMATS[self.plan.buckets[key.bucket].dtype]
+            arrival = self._arrivals[rank] = _Arrival(
+                Receiver(
+                    key,
+                    layout,
+                    SumSink(bucket.sum_N, layout, wire_format),
+                    loss_bound=bucket.detector.p,
+                    peer=peer_name(rank),
+                    now=now,
+                    timeout_s=self.plan.limits.timeout_s,
+                )
+            )
+            if self._opened_s is None:
+                self._opened_s = now
+            # A worker that sends the next gradient has its mean, whatever its stop.
+            self._senders.pop(rank, None)
+        return arrival
+
+    def _finish(self, now: float) -> Mean:
+        key = self.key
+        bucket = self._buckets[key.bucket]
+        begins = {
+            rank: arrival.begin
+            for rank, arrival in sorted(self._arrivals.items())
+            if arrival.begin is not None
+        }
+        total = sum(begin.weight for begin in begins.values())
+        if total > 0:
+            mean_N = self._mean(key.bucket, total)
+            decision = self._decide(key, bucket, mean_N, list(begins.values()))
+            self._send_back(key.bucket, mean_N, now)
+            bucket.sum_N.fill(0)
+        else:
+            detector = bucket.detector
+            decision = Decision(
+                key.counter,
+                0.0,
+                None,
+                detector.critical,
+                detector.p,
+                "skipped: no rank had anything",
+            )
+            self._senders.clear()
+        self._arrivals.clear()
+        self._opened_s = None
+        self.index += 1
+        return Mean(
+            key.counter,
+            key.bucket,
+            total,
+            decision.p,
+            decision.critical,
+            decision.norm,
+            decision.ratio,
+            decision.verdict,
+        )
+
+    def _mean(self, bucket: int, total: float) -> NDArray[Any]:
+        wire_format = FORMATS[self.plan.buckets[bucket].dtype]
+        layout = self.plan.layout(bucket)
+        sum_N = self._buckets[bucket].sum_N
+        if self.plan.bound.holes == "zero":
+            return finish_mean(sum_N, total, wire_format)
+        weight_C = np.zeros(layout.num_chunks)
+        for arrival in self._arrivals.values():
+            if arrival.begin is not None:
+                weight_C += arrival.begin.weight * arrival.receiver.arrived_C
+        return finish_mean(
+            sum_N,
+            total,
+            wire_format,
+            weight_C=weight_C,
+            elements_per_chunk=layout.elements_per_chunk,
+        )
+
+    def _decide(
+        self,
+        key: RoundKey,
+        bucket: _Bucket,
+        mean_N: NDArray[Any],
+        begins: list[Begin],
+    ) -> Decision:
+        wire_format = FORMATS[self.plan.buckets[key.bucket].dtype]
+        senders = [
+            arrival.receiver
+            for arrival in self._arrivals.values()
+            if arrival.begin is not None and arrival.begin.weight > 0
+        ]
+        num = sum(receiver.layout.num_chunks for receiver in senders)
+        missing = sum(receiver.missing for receiver in senders)
+        return bucket.detector.update(
+            l2_norms(widen(mean_N, wire_format), bucket.ends_L),
+            counter=key.counter,
+            share_received=1.0 - missing / num,
+            loss_scale=begins[0].loss_scale,
+            learning_rate=begins[0].learning_rate,
+        )
+
+    def _send_back(self, bucket: int, mean_N: NDArray[Any], now: float) -> None:
+        layout = self.plan.layout(bucket)
+        key = self.plan.key(self.index, Direction.BACK)
+        self._mean_bytes = BucketBytes(mean_N, layout)
+        limits = self.plan.limits
+        self._senders = {
+            rank: Sender(
+                key,
+                layout,
+                # The way back is exact: no chunk is given up, any order does.
+                send_order("fixed", layout.num_chunks, counter=0, share=0.0),
+                peer=peer_name(rank),
+                now=now,
+                window_bytes=limits.window_bytes,
+                timeout_s=limits.timeout_s,
+                silence_s=limits.silence_s,
+            )
+            for rank in range(self.plan.world_size)
+        }

@@ -1,0 +1,332 @@
+"""Bytes: the datagram header (spec N2) and the control messages.
+
+A datagram is a 24-byte header in network byte order, then the chunk::
+
+    0        1      2        4         8         16         20       22     24
+    version  kind   bucket   counter   session   sequence   length   rank   data...
+
+``kind`` is the direction of the round, or PING in the reachability check. ``length``
+counts the bytes of data. Data stands in the sender's own byte order, which the
+handshake compares.
+
+A control message is a 4-byte length in network order, then msgpack.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tailbound.config import LossBound
+from tailbound.errors import WireError
+from tailbound.protocol.events import Direction, RoundKey
+
+VERSION: Final = 1
+"""Bumped with every change of the bytes; peers of other versions are refused."""
+
+PING: Final = 2
+"""``kind`` of a reachability datagram."""
+
+HEADER: Final = np.dtype(
+    [
+        ("version", "u1"),
+        ("kind", "u1"),
+        ("bucket", ">u2"),
+        ("counter", ">u4"),
+        ("session", ">u8"),
+        ("sequence", ">u4"),
+        ("length", ">u2"),
+        ("rank", ">u2"),
+    ]
+)
+HEADER_BYTES: Final = HEADER.itemsize
+PREFIX_BYTES: Final = 16
+"""Version, kind, bucket, counter and session: equal in all datagrams of a round."""
+
+MAX_SEQUENCE: Final = 2**32 - 1
+COUNTER_PERIOD: Final = 2**32
+MAX_FRAME_BYTES: Final = 8 << 20
+"""A longer control message is malformed; bounds what a peer can make us hold."""
+GATHER_PIECE_BYTES: Final = 1 << 20
+IP_UDP_BYTES: Final = {4: 28, 6: 48}
+"""IP and UDP header bytes, by IP version."""
+MAX_UDP_BYTES: Final = {4: 65507, 6: 65487}
+
+
+def datagram_bytes(mtu: int, ip_version: int) -> int:
+    """UDP payload that fills an IP packet of ``mtu`` bytes (spec N2)."""
+    return min(mtu - IP_UDP_BYTES[ip_version], MAX_UDP_BYTES[ip_version])
+
+
+def make_header(key: RoundKey, session: int, rank: int) -> NDArray[np.void]:
+    """A header of this round as a structured scalar; sequence and length are 0."""
+    return np.array(
+        (VERSION, key.direction, key.bucket, key.counter, session, 0, 0, rank),
+        dtype=HEADER,
+    )
+
+
+def make_ping(session: int, rank: int, num_bytes: int) -> bytes:
+    """A reachability datagram of exactly ``num_bytes``."""
+    room = num_bytes - HEADER_BYTES
+    header = np.array((VERSION, PING, 0, 0, session, 0, room, rank), dtype=HEADER)
+    return header.tobytes() + bytes(room)
+
+
+def headers_untrusted(
+    data: memoryview, num_segments: int, segment_bytes: int
+) -> NDArray[np.void]:
+    """View the headers of equal datagrams that lie back to back.
+
+    Args:
+        data: at least ``num_segments * segment_bytes`` bytes.
+        num_segments: datagrams, at least 1.
+        segment_bytes: bytes of each, header included.
+
+    Raises:
+        WireError: a datagram is shorter than the header.
+    """
+    if segment_bytes < HEADER_BYTES or num_segments * segment_bytes > len(data):
+        raise WireError(f"{num_segments} datagrams of {segment_bytes} bytes")
+    return np.ndarray((num_segments,), HEADER, data, 0, (segment_bytes,))
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class BucketSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What both sides must know of a bucket (spec N1)."""
+
+    dtype: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all tensors together."""
+        total = 0
+        for shape in self.shapes:
+            size = 1
+            for length in shape:
+                size *= length
+            total += size
+        return total
+
+
+class Hello(_Message, frozen=True):
+    """Worker to server, first: who I am and what I will send (spec N1)."""
+
+    version: int
+    rank: int
+    world_size: int
+    byte_order: str
+    buckets: tuple[BucketSpec, ...]
+    bound: LossBound
+    mtu: int
+    udp_port: int
+    window_bytes: int
+
+
+class Welcome(_Message, frozen=True):
+    """Server to worker, when all are here: your UDP port; now check UDP."""
+
+    session: int
+    udp_port: int
+    ping_bytes: tuple[int, ...]
+    """UDP payload sizes to try, the largest first."""
+
+
+class Refuse(_Message, frozen=True):
+    """Server to worker: we do not agree."""
+
+    field: str
+    ours: str
+    theirs: str
+    remedy: str
+
+
+class PingSeen(_Message, frozen=True):
+    """Either way: the largest reachability datagram that came through so far."""
+
+    num_bytes: int
+
+
+class Start(_Message, frozen=True):
+    """Server to worker: all links work; these are the agreed sizes."""
+
+    payload_bytes: int
+    window_bytes: int
+
+
+class Begin(_Message, frozen=True):
+    """Worker to server: my gradient of this round is on its way."""
+
+    counter: int
+    bucket: int
+    weight: float
+    """0: I have nothing, no datagram follows."""
+    learning_rate: float | None
+    loss_scale: float
+
+
+class Mean(_Message, frozen=True):
+    """Server to worker: the mean of this round is on its way; what holds next."""
+
+    counter: int
+    bucket: int
+    total_weight: float
+    """0: nobody had anything, no datagram follows."""
+    p: float
+    critical: bool
+    norm: float
+    ratio: float | None
+    verdict: str
+
+
+class _RoundMessage(_Message, frozen=True):
+    counter: int
+    bucket: int
+    direction: Direction
+
+    @property
+    def key(self) -> RoundKey:
+        """The round that this message names."""
+        return RoundKey(self.counter, self.bucket, self.direction)
+
+
+class Probe(_RoundMessage, frozen=True):
+    """Sender to receiver: all that I had to send is sent; what is missing?"""
+
+
+class Bitmap(_RoundMessage, frozen=True):
+    """Receiver to sender: what has arrived, one bit a chunk, most significant first."""
+
+    bits: bytes
+
+
+class Stop(_RoundMessage, frozen=True):
+    """Receiver to sender: enough has arrived; the final bitmap."""
+
+    bits: bytes
+
+
+class Mark(_RoundMessage, frozen=True):
+    """Sender to receiver: this many bytes of the round are sent; answer when read."""
+
+    sent_bytes: int
+
+
+class MarkSeen(_RoundMessage, frozen=True):
+    """Receiver to sender: my queue was empty after that mark."""
+
+    sent_bytes: int
+
+
+class GatherPart(_Message, frozen=True):
+    """A piece of a rank's contribution to an all-gather, relayed by the server."""
+
+    rank: int
+    total_bytes: int
+    offset: int
+    data: bytes
+
+
+class Fail(_Message, frozen=True):
+    """Either way: I cannot go on. ``peers`` names the lost ranks, if any is lost."""
+
+    peers: tuple[str, ...]
+    phase: str
+    message: str
+
+
+class Bye(_Message, frozen=True):
+    """Either way: the job is over for me, in good order."""
+
+
+Message = (
+    Hello
+    | Welcome
+    | Refuse
+    | PingSeen
+    | Start
+    | Begin
+    | Mean
+    | Probe
+    | Bitmap
+    | Stop
+    | Mark
+    | MarkSeen
+    | GatherPart
+    | Fail
+    | Bye
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode_control(message: Message) -> bytes:
+    """One control message as bytes, its length in front."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+def decode_control_untrusted(body: bytes | memoryview) -> Message:
+    """Parse the bytes behind a length.
+
+    Raises:
+        WireError: the bytes are no control message, or a field is out of range.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, ValueError) as error:
+        # ValueError: LossBound checks its own ranges when it is made.
+        raise WireError(f"not a control message: {error}") from error
+
+
+class ControlReader:
+    """Cuts a byte stream into control messages."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed_untrusted(self, data: bytes | memoryview) -> Iterator[Message]:
+        """Take bytes in as they come and yield each message that is complete.
+
+        Raises:
+            WireError: the stream cannot be read on; close the connection.
+        """
+        self._pending += data
+        start = 0
+        try:
+            while len(self._pending) - start >= 4:
+                length = int.from_bytes(self._pending[start : start + 4], "big")
+                if length > MAX_FRAME_BYTES:
+                    raise WireError(f"a control message of {length} bytes")
+                if len(self._pending) - start - 4 < length:
+                    break
+                body = bytes(self._pending[start + 4 : start + 4 + length])
+                start += 4 + length
+                yield decode_control_untrusted(body)
+        finally:
+            del self._pending[:start]
+
+
+def pack_bits(arrived_C: NDArray[np.bool_]) -> bytes:
+    """One bit a chunk, most significant bit first."""
+    return np.packbits(arrived_C).tobytes()
+
+
+def unpack_bits_untrusted(bits: bytes, num_chunks: int) -> NDArray[np.bool_]:
+    """Read a bitmap.
+
+    Raises:
+        WireError: it is not as long as ``num_chunks`` needs.
+    """
+    if len(bits) != (num_chunks + 7) // 8:
+        raise WireError(f"a bitmap of {len(bits)} bytes for {num_chunks} chunks")
+    raw = np.frombuffer(bits, dtype=np.uint8)
+    return np.unpackbits(raw, count=num_chunks).view(np.bool_)

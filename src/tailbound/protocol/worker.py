@@ -1,0 +1,271 @@
+"""A worker's endpoint: one link, to the server."""
+
+import sys
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tailbound.config import LossBound
+from tailbound.errors import (
+    ConfigError,
+    HandshakeError,
+    PeerProtocolError,
+    TailboundError,
+)
+from tailbound.protocol.chunks import BucketBytes
+from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.events import (
+    SERVER_RANK,
+    Direction,
+    Gathered,
+    Reduced,
+    RoundKey,
+    Started,
+    peer_name,
+)
+from tailbound.protocol.gather import Gather, cut_pieces
+from tailbound.protocol.plan import Limits, Plan
+from tailbound.protocol.receiver import Receiver
+from tailbound.protocol.sender import Sender
+from tailbound.protocol.session import LinkState, UdpCheck, next_state
+from tailbound.protocol.wire import (
+    VERSION,
+    Begin,
+    BucketSpec,
+    Bye,
+    GatherPart,
+    Hello,
+    Mean,
+    Message,
+    Refuse,
+    Start,
+    Welcome,
+)
+from tailbound.protocol.worker_round import WorkerRound
+from tailbound.reduction import FORMATS, WireFormat
+
+LINK = 0
+"""A worker's only link."""
+
+
+class WorkerEndpoint(Endpoint):
+    """One worker of a server-plan job (DBLP, Algorithm 4)."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        buckets: tuple[BucketSpec, ...],
+        bound: LossBound,
+        *,
+        timeout_s: float,
+        silence_s: float,
+        first_counter: int = 1,
+    ) -> None:
+        super().__init__(rank)
+        self._world_size, self._buckets, self._bound = world_size, buckets, bound
+        self._timeout_s, self._silence_s = timeout_s, silence_s
+        self._first_counter = first_counter
+        self._plan: Plan | None = None
+        self._index = 0
+        self._round: WorkerRound | None = None
+        self._gather = Gather(world_size)
+        self._p, self._critical = bound.p_low, True
+        self._weight = 0.0
+
+    def connect(self, link: Link, now: float) -> None:
+        """The TCP connection to the server is there; introduce ourselves."""
+        link.peer_rank, link.name = SERVER_RANK, peer_name(SERVER_RANK)
+        self.links[LINK] = link
+        link.control.append(
+            Hello(
+                VERSION,
+                self.rank,
+                self._world_size,
+                sys.byteorder,
+                self._buckets,
+                self._bound,
+                link.mtu,
+                link.udp_port,
+                link.window_bytes,
+            )
+        )
+
+    @property
+    def next_bucket(self) -> int:
+        """Whose turn it is in ``all_reduce``."""
+        return self._index % len(self._buckets)
+
+    def all_reduce(
+        self,
+        values_N: NDArray[Any],
+        weight: float,
+        now: float,
+        *,
+        learning_rate: float | None = None,
+        loss_scale: float = 1.0,
+    ) -> None:
+        """Start the next round; its end is a Reduced event.
+
+        Args:
+            values_N: the next bucket's gradient, already multiplied by the weight,
+                contiguous, in the wire dtype. Read until the round ends, and then
+                holds the mean.
+            weight: what is behind it, >= 0; with 0 nothing is sent.
+            now: seconds, monotonic.
+            learning_rate: for the detector's ``lr_rule``.
+            loss_scale: factor that the gradient carries; the detector divides by it.
+
+        Raises:
+            ConfigError: not started, or another round is not over yet.
+            ShapeError: the array is not the bucket.
+        """
+        if self._plan is None or self._round is not None:
+            raise ConfigError("one all-reduce at a time, after the start")
+        self._round = WorkerRound(
+            self._plan,
+            self._index,
+            values_N,
+            rank=self.rank,
+            weight=weight,
+            p=self._p,
+            critical=self._critical,
+            now=now,
+        )
+        key = self._round.key
+        self.links[LINK].control.append(
+            Begin(key.counter, key.bucket, weight, learning_rate, loss_scale)
+        )
+
+    def all_gather(self, data: bytes) -> None:
+        """Give this rank's bytes; all ranks' come back as a Gathered event."""
+        self.links[LINK].control.extend(cut_pieces(self.rank, data))
+
+    def close(self) -> None:
+        """Say goodbye; the link is closed once that is sent."""
+        link = self.links.get(LINK)
+        if link is not None and link.state is LinkState.RUNNING and self.error is None:
+            link.state = next_state(link.state, "bye", peer=link.name)
+            link.control.append(Bye())
+
+    def settle(self, now: float) -> None:
+        """See Endpoint."""
+        if self._round is None or self.error is not None:
+            return
+        receiver = self._round.receiver
+        receiver.settle(now)
+        self._collect(LINK, receiver)
+        mean = self._round.mean
+        if mean is None or not self._round.is_complete:
+            return
+        ended, self._round = self._round, None
+        self._index += 1
+        self._events.append(
+            Reduced(
+                mean.counter,
+                mean.bucket,
+                mean.total_weight,
+                self._p,
+                self._critical,
+                mean.norm,
+                mean.ratio,
+                mean.verdict,
+                ended.reports(),
+            )
+        )
+        # All ranks learn the next bound with the mean of the same round.
+        self._p, self._critical = mean.p, mean.critical
+
+    def timer(self) -> float | None:
+        """See Endpoint."""
+        times = self._ping_timers()
+        if self._round is not None and (time := self._round.timer()) is not None:
+            times.append(time)
+        return min(times, default=None)
+
+    def handle_timer(self, now: float) -> None:
+        """See Endpoint."""
+        if self.error is not None:
+            return
+        self._queue_pings(now)
+        if self._round is not None:
+            error = self._round.handle_timer(now)
+            if error is not None:
+                self.fail(error)
+
+    def _sender(self, link: int) -> tuple[Sender, BucketBytes] | None:
+        if self._round is None or self._round.sender is None:
+            return None
+        return self._round.sender, self._round.bytes
+
+    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat] | None:
+        if self._round is None or self._plan is None:
+            return None
+        spec = self._plan.buckets[self._round.back_key.bucket]
+        return self._round.receiver, FORMATS[spec.dtype]
+
+    def _expected(self, link: int) -> RoundKey | None:
+        if self._plan is None:
+            return None
+        return self._plan.key(self._index, Direction.BACK)
+
+    def _handle(self, link: int, message: Message, now: float) -> None:
+        state = self.links[link]
+        match message:
+            case Refuse():
+                self.fail(_refused(message))
+            case Welcome():
+                state.state = next_state(state.state, "agreed", peer=state.name)
+                self.session = message.session
+                state.peer_udp_port = message.udp_port
+                state.check = UdpCheck(
+                    session=self.session,
+                    rank=self.rank,
+                    sizes=message.ping_bytes,
+                    peer=state.name,
+                    address=f"{state.address} port {message.udp_port}",
+                    now=now,
+                    timeout_s=self._timeout_s,
+                )
+            case Start():
+                state.state = next_state(state.state, "start", peer=state.name)
+                limits = Limits(message.window_bytes, self._timeout_s, self._silence_s)
+                self._plan = Plan(
+                    self._buckets,
+                    self._bound,
+                    message.payload_bytes,
+                    self._world_size,
+                    limits,
+                    self._first_counter,
+                )
+                self._events.append(Started(self._world_size, message.payload_bytes))
+            case Mean() if self._round is not None and self._is_open(message):
+                self._round.receive_mean(message, now)
+            case GatherPart():
+                self._gather.receive_untrusted(message)
+                while (parts := self._gather.pop()) is not None:
+                    self._events.append(Gathered(parts))
+            case Bye():
+                pass  # the server ends when all workers have said goodbye
+            case _:
+                raise PeerProtocolError(
+                    state.name, self._phase(), type(message).__name__
+                )
+
+    def _is_open(self, mean: Mean) -> bool:
+        key = None if self._round is None else self._round.key
+        return key is not None and (key.counter, key.bucket) == (
+            mean.counter,
+            mean.bucket,
+        )
+
+    def _phase(self) -> str:
+        if self._round is not None:
+            return self._round.key.describe()
+        if self._plan is None:
+            return "start-up"
+        return f"the pause after round {self._index}"
+
+
+def _refused(message: Refuse) -> TailboundError:
+    return HandshakeError(message.field, message.ours, message.theirs, message.remedy)

@@ -1,0 +1,184 @@
+"""What a run leaves behind: one record per round and per step, as JSON lines.
+
+Everything that draws or exports reads nothing else. Times are seconds, durations are
+measured on one clock of one process, counts are of chunks unless a name says bytes.
+A file of records is UTF-8, one JSON object a line; the field ``kind`` tells which
+record it is. Fields may be added, never renamed. JSON has no NaN: a number that is
+not finite is written as null.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from tailbound.errors import ConfigError
+
+if TYPE_CHECKING:
+    NullableFloat = float
+else:
+    # The decoder's view: null is let in, and becomes NaN in __post_init__.
+    NullableFloat = float | None
+
+
+class RoundReport(
+    msgspec.Struct, frozen=True, kw_only=True, tag="round", tag_field="kind"
+):
+    """One bucket's way between one worker and the server (spec N11)."""
+
+    run: str = ""
+    """Label of the run, such as ``fixed`` or ``adaptive``."""
+    rank: int
+    """The worker on this link."""
+    step: int
+    """Optimizer step, from 1."""
+    counter: int
+    """The round's counter on the wire, from 1."""
+    bucket: int
+    """Which bucket of the step."""
+    direction: Literal["in", "back"]
+    """``in``: gradient to the server (lossy). ``back``: mean to the worker (exact)."""
+    p: float
+    """Loss bound of this round, a share in [0, 1)."""
+    critical: bool
+    """True if the round ran under the critical regime's bound."""
+    num_chunks: int
+    """Chunks of the bucket."""
+    num_bytes: int
+    """Payload bytes of the bucket."""
+    missing: int
+    """Chunks missing when the round closed."""
+    sends: int
+    """Passes over the data: 1 plus the number of repairs."""
+    probes: int
+    """Control round trips: probes sent (way in) or answered (way back)."""
+    sent: int
+    """Datagrams handed to the kernel (way in) or received (way back)."""
+    retransmitted: int
+    """Those of ``sent`` that were repairs (way in) or duplicates (way back)."""
+    latency_s: float
+    """Way in: first datagram handed to the kernel until stop received. Way back:
+    begin received until closed."""
+    waiting_s: float
+    """Part of latency_s between a probe and its answer: the round trips."""
+    early_stop: bool
+    """The stop came while the sender still had chunks to send (spec N4)."""
+
+
+class StepReport(
+    msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"
+):
+    """One optimizer step as one rank saw it."""
+
+    run: str = ""
+    rank: int
+    step: int
+    weight: float
+    """What this rank contributed (samples, tokens or micro-batches)."""
+    total_weight: float
+    """The same summed over ranks; 0 means that the step was skipped everywhere."""
+    skipped: bool
+    """True if no rank had anything and the optimizer did not step."""
+    compute_s: float
+    """From the end of the last step to the start of the exchange."""
+    exchange_s: float
+    """The all-reduce, waiting for slower ranks included."""
+    p: float
+    """Loss bound that held in this step."""
+    critical: bool
+    """Regime that held in this step."""
+    norm: NullableFloat
+    """L2 norm of the reduced gradient, corrected for holes if so set; NaN if it was
+    not finite."""
+    ratio: float | None
+    """Relative change that the detector compared with eta; None: no check here, or
+    the norm before was 0."""
+    verdict: str
+    """What the detector said after this step, and why."""
+    missing_share: float
+    """Chunks that this rank's gradient lost, over all its chunks."""
+    loss: float | None = None
+    """Training loss, if the caller told it and it was finite."""
+
+    def __post_init__(self) -> None:
+        restore_nan(self, "norm", self.norm)
+
+
+class EpochReport(
+    msgspec.Struct, frozen=True, kw_only=True, tag="epoch", tag_field="kind"
+):
+    """The end of an epoch: metric on held-out data, and that replicas are equal."""
+
+    run: str = ""
+    rank: int
+    epoch: int
+    """From 1."""
+    step: int
+    """Steps done so far."""
+    metric: NullableFloat
+    """The task's metric; see ``metric_name``. NaN if the training diverged."""
+    metric_name: str
+    """Such as ``accuracy``; higher is better unless it is ``perplexity``."""
+    train_s: float
+    """Training time so far, evaluation left out, in seconds."""
+    digest: str
+    """Hex digest of parameters and buffers; equal on all ranks."""
+
+    def __post_init__(self) -> None:
+        restore_nan(self, "metric", self.metric)
+
+
+Record = RoundReport | StepReport | EpochReport
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+def to_line(record: Record) -> bytes:
+    """Encode one record as a JSON line, newline included."""
+    return _encoder.encode(record) + b"\n"
+
+
+def from_line(line: bytes | str) -> Record:
+    """Decode one JSON line.
+
+    Raises:
+        ConfigError: the line is no record; the message says why.
+    """
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"not a record: {error}") from error
+
+
+def write_lines(path: Path, records: Iterable[Record]) -> None:
+    """Write records to a file of JSON lines, replacing what was there."""
+    with path.open("wb") as file:
+        file.writelines(to_line(record) for record in records)
+
+
+def read_lines(path: Path) -> Iterator[Record]:
+    """Read a file of JSON lines; a last line cut short by a crash is left out.
+
+    Raises:
+        ConfigError: a line is no record; names the file and the line number.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            if not line.isspace():
+                try:
+                    yield from_line(line)
+                except ConfigError as error:
+                    raise ConfigError(f"{path}:{number}: {error}") from error
+
+
+def restore_nan(record: msgspec.Struct, name: str, value: float | None) -> None:
+    """Turn a null that was read back into the NaN that was written."""
+    if value is None:
+        force_setattr(record, name, math.nan)

@@ -1,0 +1,87 @@
+"""What a bad network does to one receiving path (spec N10).
+
+The fake network and the real driver hold back arriving datagrams and control bytes in
+the same object, so a loss model means the same in a test and in a demo.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tailbound.impairments import DelayLine, ImpairedLink, Impairments
+from tailbound.protocol.wire import HEADER, HEADER_BYTES
+
+
+class Batch(NamedTuple):
+    """Datagrams back to back, the last possibly shorter."""
+
+    data: memoryview
+    num_bytes: int
+    segment_bytes: int
+
+
+class ImpairedPath:
+    """Drops, doubles, delays and reorders what arrives on one link."""
+
+    def __init__(self, impairments: Impairments, rng: np.random.Generator) -> None:
+        self._impairments = impairments
+        self._link = ImpairedLink(impairments, rng)
+        self._datagrams: DelayLine[Batch] = DelayLine()
+        self._control: DelayLine[bytes] = DelayLine()
+        self._last_control_s = 0.0
+        self.dropped = 0
+        """Datagrams that the loss models took."""
+
+    def push_datagrams(self, batch: Batch, now: float) -> None:
+        """Take in a batch; its memory may be reused afterwards."""
+        num, rest = divmod(batch.num_bytes, batch.segment_bytes)
+        if num:
+            self._push_equal(batch.data, num, batch.segment_bytes, now)
+        if rest:
+            self._push_equal(batch.data[num * batch.segment_bytes :], 1, rest, now)
+
+    def push_control(self, data: bytes, now: float) -> None:
+        """Take in bytes of the control stream; they stay in order."""
+        due_s = max(self._last_control_s, now + self._link.control_delay_s())
+        self._last_control_s = due_s
+        self._control.push(due_s, data)
+
+    def pop_datagrams(self, now: float) -> list[Batch]:
+        """Batches that are due; hand them on before the control bytes."""
+        return self._datagrams.pop_due(now)
+
+    def pop_control(self, now: float) -> list[bytes]:
+        """Control bytes that are due."""
+        return self._control.pop_due(now)
+
+    def next_due_s(self) -> float | None:
+        """When something is due next."""
+        times = (self._datagrams.next_due_s(), self._control.next_due_s())
+        return min((time for time in times if time is not None), default=None)
+
+    def _push_equal(
+        self, data: memoryview, num: int, segment_bytes: int, now: float
+    ) -> None:
+        counter_K = np.zeros(num, dtype=np.int64)
+        if segment_bytes >= HEADER_BYTES:
+            headers_K = np.ndarray((num,), HEADER, data, 0, (segment_bytes,))
+            counter_K = headers_K["counter"].astype(np.int64)
+        keep_K = self._link.keep(counter_K)
+        self.dropped += num - int(np.count_nonzero(keep_K))
+        raw = np.frombuffer(data, np.uint8, num * segment_bytes)
+        rows_KB = raw.reshape(num, segment_bytes)[keep_K]
+        num = len(rows_KB)
+        if not num:
+            return
+        if self._impairments.duplicate_share:
+            rows_KB = np.repeat(rows_KB, self._link.copies(num), axis=0)
+            num = len(rows_KB)
+        delay_K = self._link.delay_s(num)
+        if self._impairments.has_constant_delay:
+            flat = memoryview(rows_KB.reshape(-1))
+            batch = Batch(flat, num * segment_bytes, segment_bytes)
+            self._datagrams.push(now + float(delay_K[0]), batch)
+            return
+        for row_B, delay_s in zip(rows_KB, delay_K, strict=True):
+            batch = Batch(memoryview(row_B), segment_bytes, segment_bytes)
+            self._datagrams.push(now + float(delay_s), batch)

@@ -1,0 +1,1 @@
+"""Sockets, threads and the clock: the only room that touches the network."""
