@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailbound.errors import ConfigError
@@ -23,8 +23,8 @@ BATCH = 44
 MANY = 20_000
 
 
-def make_link(*losses: LossModel, seed: int = 7, **settings: float) -> ImpairedLink:
-    impairments = Impairments(losses=losses, **settings)  # type: ignore[arg-type]
+def make_link(*losses: LossModel, seed: int = 7, **fields: float) -> ImpairedLink:
+    impairments = Impairments(losses=losses, **fields)  # type: ignore[arg-type]
     return ImpairedLink(impairments, np.random.default_rng(seed))
 
 
@@ -159,6 +159,7 @@ ALL_LOSSES = (
 )
 
 
+@settings(max_examples=25, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_what_is_lost_does_not_depend_on_the_batches(sizes: list[int]) -> None:
     parts = make_link(*ALL_LOSSES, jitter_s=0.1, duplicate_share=0.5)

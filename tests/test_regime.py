@@ -203,10 +203,10 @@ def test_a_norm_that_is_not_finite_is_ignored_and_its_check_made_up_for(
     )
 
 
-def test_a_norm_too_large_for_its_own_square_is_not_finite() -> None:
-    decision = RegimeDetector(LossBound()).update([1e200, 1e200], counter=1)
+def test_layers_are_combined_even_if_their_squares_overflow() -> None:
+    decision = RegimeDetector(LossBound()).update([3e200, 4e200], counter=1)
 
-    assert decision.verdict == "norm not finite: ignored"
+    assert decision.norm == pytest.approx(5e200)
 
 
 def test_a_fall_of_the_learning_rate_is_critical_at_once_for_frequency_rounds() -> None:
@@ -311,7 +311,6 @@ def test_a_norm_is_taken_as_it_is_without_the_correction() -> None:
     assert detector.update(0.8, counter=1, share_received=0.64).norm == 0.8
 
 
-@pytest.mark.slow
 def test_correction_gives_back_the_norm_of_a_million_entries() -> None:
     """40.8 % of the chunks zeroed leave 0.769 of the norm; corrected within 1 %."""
     rng = np.random.default_rng(11)
@@ -429,7 +428,7 @@ def test_what_is_out_of_range_is_refused(
 
 
 def test_a_negative_norm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a norm is 0 or more, not -1.0"):
+    with pytest.raises(ConfigError, match=r"a norm is 0 or more, not -1\.0"):
         RegimeDetector(LossBound()).update([2.0, -1.0], counter=1)
 
 

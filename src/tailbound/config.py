@@ -30,7 +30,7 @@ class LossBound:
     ``p_low`` holds in the critical regime, ``p_high`` outside. Equal values are a
     fixed bound (MLT); both zero is reliable delivery.
 
-    Source: DBLP, sections III and IV; spec N8, N9.
+    Source: DBLP (Accordion for eta, MLT for a fixed bound); spec N8, N9.
     """
 
     p_low: float = 0.008

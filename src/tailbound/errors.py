@@ -136,7 +136,7 @@ class RemoteError(TailboundError):
         self.peer, self.message = peer, message
 
     def __str__(self) -> str:
-        return f"{self.peer} failed: {self.message}"
+        return f"{self.peer} ended the job: {self.message}"
 
 
 class JobClosedError(TailboundError):

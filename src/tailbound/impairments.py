@@ -75,7 +75,7 @@ class GilbertElliottLoss:
 class BurstLoss:
     """A microburst: loss in chosen rounds only, repairs included.
 
-    Source: DBLP, section V: 70 % in the first iteration of chosen epochs; spec N10.
+    Source: DBLP, evaluation: 70 % in the first iteration of chosen epochs; spec N10.
     """
 
     rate: float
@@ -264,20 +264,18 @@ class GilbertElliottChain:
 
 def make_dropper(loss: LossModel, rng: np.random.Generator) -> Dropper:
     """Make the function that decides, for one model, which of a batch are lost."""
-    match loss:
-        case GilbertElliottLoss():
-            return GilbertElliottChain(loss, rng)
-        case IndependentLoss(rate=rate):
-            return lambda counter_K: rng.random(len(counter_K)) < rate
-        case BurstLoss(rate=rate, rounds=rounds):
-            hit_R = np.array(sorted(rounds), dtype=np.int64)
+    if isinstance(loss, GilbertElliottLoss):
+        return GilbertElliottChain(loss, rng)
+    rate = loss.rate
+    if isinstance(loss, IndependentLoss):
+        return lambda counter_K: rng.random(len(counter_K)) < rate
+    hit_R = np.array(sorted(loss.rounds), dtype=np.int64)
 
-            def drops(counter_K: Counters) -> Mask:
-                # np.isin costs several times as much on one batch.
-                counter_K = counter_K.astype(np.int64, copy=False)
-                hit_K = hit_R.searchsorted(counter_K, "right") > hit_R.searchsorted(
-                    counter_K, "left"
-                )
-                return (rng.random(len(counter_K)) < rate) & hit_K
+    def drops(counter_K: Counters) -> Mask:
+        # np.isin costs several times as much on one batch.
+        counter_K = counter_K.astype(np.int64, copy=False)
+        first_K = hit_R.searchsorted(counter_K, "left")
+        hit_K = hit_R.searchsorted(counter_K, "right") > first_K
+        return (rng.random(len(counter_K)) < rate) & hit_K
 
-            return drops
+    return drops

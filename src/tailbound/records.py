@@ -61,7 +61,7 @@ class RoundReport(
     """Those of ``sent`` that were repairs (way in) or duplicates (way back)."""
     latency_s: float
     """Way in: first datagram handed to the kernel until stop received. Way back:
-    begin received until closed."""
+    its first sign until closed."""
     waiting_s: float
     """Part of latency_s between a probe and its answer: the round trips."""
     early_stop: bool

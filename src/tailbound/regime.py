@@ -8,7 +8,7 @@ two norms of the reduced gradient; its verdict holds until the next check:
 
 Sans-IO: one rank runs the detector and tells the others p (DESIGN, 4).
 
-Source: DBLP, sections III and IV; Accordion (Agarwal et al. 2021); spec N8.
+Source: DBLP, server algorithm; Accordion (Agarwal et al. 2021); spec N8.
 """
 
 import math
@@ -110,7 +110,7 @@ class RegimeDetector:
             ShapeError: the number of tensors has changed.
         """
         norm_L = self.unscaled(norm_L, share_received, loss_scale)
-        norm = math.sqrt(float(np.dot(norm_L, norm_L)))
+        norm = math.hypot(*norm_L.tolist())
         is_finite = math.isfinite(norm)
         compared_L = norm_L if self.bound.per_layer else np.array([norm])
         is_first = self.remember(compared_L) if is_finite else False
@@ -261,7 +261,7 @@ def relative_change(previous_L: F64, current_L: F64, only_drops: bool) -> float:
 
     Of several tensors, one whose norm stays 0 (frozen, unused) has not changed.
 
-    Source: DBLP, section IV: |G_prev - G_curr| / G_prev.
+    Source: DBLP, server algorithm: |G_prev - G_curr| / G_prev.
     """
     was_zero_L = previous_L == 0.0
     if was_zero_L.all():

@@ -5,6 +5,7 @@ with what to do. Local checks need nobody; those towards a host need
 ``tailbound doctor --listen`` there.
 """
 
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -18,12 +19,12 @@ from rich.text import Text
 
 from tailbound.config import format_address
 from tailbound.errors import ConfigError, UnreachableError
-from tailbound.transport.addresses import route_address, route_mtu
+from tailbound.transport.addresses import open_bound, route_address, route_mtu
 from tailbound.transport.batching import probe_batching
-from tailbound.transport.buffers import is_enough, raise_command
+from tailbound.transport.buffers import grant_buffers, is_enough, raise_command
 from tailbound.transport.echo import HEADER, QUEUE_BYTES, EchoServer
 from tailbound.transport.echo_client import EchoClient, EchoUnavailableError
-from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
+from tailbound.transport.udp import UdpSocket
 
 DEFAULT_PORT = 29499
 """Beside torchrun's 29500, so that one firewall rule covers both."""
@@ -164,10 +165,9 @@ def _check_batching() -> list[Check]:
 
 
 def _check_queues() -> list[Check]:
-    # As training does it, but without the log line that the table says better.
-    udp = UdpSocket("127.0.0.1", buffer_bytes=QUEUE_BYTES, batching=False)
-    receive, send = udp.ask_buffers(_WANTED_QUEUE_BYTES)
-    udp.close()
+    # Not by a UdpSocket, which would log what the table says better.
+    with open_bound("127.0.0.1", socket.SOCK_DGRAM, range(1)) as probe:
+        receive, send = grant_buffers(probe, _WANTED_QUEUE_BYTES)
     return [
         judge_queue("receive queue", "rmem", receive),
         judge_queue("send queue", "wmem", send),
@@ -202,9 +202,7 @@ def _check_loopback() -> Check:
         f"({batched / plain:.1f} times), one process at both ends"
     )
     if batched < plain:
-        return Check(
-            "loopback", "slow", detail, "run it again on an idle machine"
-        )
+        return Check("loopback", "slow", detail, "run it again on an idle machine")
     return Check("loopback", "ok", detail)
 
 
@@ -229,7 +227,7 @@ def _check_host(host: str, port: int, timeout_s: float) -> list[Check]:
     try:
         local = route_address(host)
     except (ConfigError, UnreachableError) as error:
-        return [Check("route", "broken", str(error), "check the name and the network")]
+        return [Check("route", "broken", str(error))]
     mtu = route_mtu(host, local)
     route = Check("route", "ok", f"from {local}, MTU {mtu} bytes")
     try:
@@ -246,7 +244,7 @@ def _check_host(host: str, port: int, timeout_s: float) -> list[Check]:
 
 def _explain_tcp(error: EchoUnavailableError) -> Check:
     remedies = {
-        "refused": f"run `tailbound doctor --listen --port {error.port}` on {error.host}",
+        "refused": f"on {error.host} run: tailbound doctor --listen --port {error.port}",
         "silent": f"open TCP port {error.port} towards {error.host} in the firewalls",
         "foreign": "something else has that port, or the listener ended: give "
         "`tailbound doctor --listen` another --port",
@@ -258,13 +256,134 @@ def _check_udp(
     client: EchoClient, host: str, mtu: int, timeout_s: float
 ) -> list[Check]:
     place = f"UDP to {host} port {client.udp_address[1]}"
-    small = HEADER.size
-    round_trips_s = _round_trips_s(client, timeout_s)
-    if not round_trips_s:
+    if not _comes_back(client, HEADER.size, timeout_s):
         return [_explain_blocked(client, place)]
+    round_trip_s = _round_trip_s(client, timeout_s)
     checks = [
         Check("UDP", "ok", f"{place} comes back"),
-        _check_round_trip(statistics.median(round_trips_s)),
+        _judge_round_trip(round_trip_s),
     ]
-    ...
+    header_bytes = 48 if len(client.udp_address) == 4 else 28
+    largest = min(mtu, _LARGEST_MTU)
+    for packet_bytes in (largest, *(size for size in _COMMON_MTUS if size < largest)):
+        payload_bytes = packet_bytes - header_bytes
+        if _comes_back(client, payload_bytes, timeout_s):
+            checks.append(_judge_size(packet_bytes, largest))
+            checks += _check_loss(client, payload_bytes, round_trip_s, timeout_s)
+            return checks
+    return [*checks, _judge_size(0, largest)]
+
+
+def _comes_back(client: EchoClient, payload_bytes: int, timeout_s: float) -> bool:
+    """True if one of five datagrams of this size comes back in time."""
+    tries = 5
+    return any(
+        client.round_trip_s(payload_bytes, timeout_s / tries) is not None
+        for _ in range(tries)
+    )
+
+
+def _round_trip_s(client: EchoClient, timeout_s: float) -> float:
+    """The median of 20; one that does not come back counts as the longest wait."""
+    longest_s = timeout_s / 20
+    times_s = [client.round_trip_s(HEADER.size, longest_s) for _ in range(20)]
+    return statistics.median(longest_s if t is None else t for t in times_s)
+
+
+def _explain_blocked(client: EchoClient, place: str) -> Check:
+    port = client.udp_address[1]
+    refusals = ", ".join(client.statistics().send_errors)
+    if refusals:
+        return Check(
+            "UDP",
+            "broken",
+            f"TCP works, but this machine refuses to send {place} ({refusals})",
+            f"iptables -I OUTPUT -p udp --dport {port} -j ACCEPT",
+        )
+    if client.received_by_server():
+        return Check(
+            "UDP",
+            "broken",
+            f"TCP works and {place} arrives there, but its answers are blocked: open "
+            f"UDP from port {port} in the firewall of this machine",
+            f"iptables -I INPUT -p udp --sport {port} -j ACCEPT",
+        )
+    return Check(
+        "UDP",
+        "broken",
+        f"TCP works, but {place} is blocked: open UDP port {port} in the firewalls "
+        "there and on the way",
+        f"on that host: iptables -I INPUT -p udp --dport {port} -j ACCEPT",
+    )
+
+
+def _judge_round_trip(round_trip_s: float) -> Check:
+    detail = f"{round_trip_s * 1e3:.3f} ms, median of 20"
+    if round_trip_s <= _SLOW_ROUND_TRIP_S:
+        return Check("round trip", "ok", detail)
+    return Check(
+        "round trip",
+        "slow",
+        detail,
+        "every repair of lost chunks waits for one; a larger LossBound(p_high=...) "
+        "needs fewer",
+    )
+
+
+def _judge_size(fitting: int, largest: int) -> Check:
+    """Compare the largest packet that came back, in bytes, with the route's MTU."""
+    if fitting == largest:
+        return Check("packet size", "ok", f"{largest} bytes, unfragmented")
+    if fitting:
+        return Check(
+            "packet size",
+            "broken",
+            f"packets of {largest} bytes, the MTU here, do not come back; {fitting} do",
+            f"tailbound.Transport(mtu={fitting}) on all ranks",
+        )
+    return Check(
+        "packet size",
+        "broken",
+        f"small packets come back, those of {_COMMON_MTUS[-1]} bytes and more do not",
+        "repair the path: a tunnel or firewall on it drops full-sized UDP packets",
+    )
+
+
+def _check_loss(
+    client: EchoClient, payload_bytes: int, round_trip_s: float, timeout_s: float
+) -> list[Check]:
+    before = client.received_by_server()
+    wait_s = min(timeout_s, max(0.2, 4 * round_trip_s))
+    came = client.echoes(_LOSS_DATAGRAMS, payload_bytes, wait_s)
+    arrived = client.received_by_server() - before
+    checks = [judge_loss(came, arrived)]
+    if client.statistics().unbatched:
+        checks.append(
+            Check(
+                "batches on this path",
+                "slow",
+                "the interface refuses batches: one datagram a call, ten times the CPU",
+                "ethtool -K DEVICE tx-checksumming on",
+            )
+        )
     return checks
+
+
+def judge_loss(came: int, arrived: int, sent: int = _LOSS_DATAGRAMS) -> Check:
+    """Judge how many of ``sent`` datagrams ``arrived`` there and ``came`` back."""
+    lost = sent - came
+    detail = (
+        f"{lost} of {sent} full-sized datagrams lost ({lost / sent:.1%}): "
+        f"{sent - arrived} on the way there, {arrived - came} on the way back"
+    )
+    if came == 0:
+        return Check("loss", "broken", detail, "repair the network path first")
+    if lost / sent > _SLOW_LOSS_SHARE:
+        return Check(
+            "loss",
+            "slow",
+            detail,
+            "training goes on under loss, each repair costs a round trip; "
+            "look for a full queue or a bad link on the path",
+        )
+    return Check("loss", "ok", detail)

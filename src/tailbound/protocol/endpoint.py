@@ -36,7 +36,7 @@ from tailbound.errors import (
     WireError,
 )
 from tailbound.protocol.chunks import BucketBytes
-from tailbound.protocol.events import Event, Failed, RoundKey
+from tailbound.protocol.events import Event, Failed, RoundKey, peer_name
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender
 from tailbound.protocol.session import LinkState, UdpCheck
@@ -240,17 +240,34 @@ class Endpoint(ABC):
             return encode_control(message)
         return None
 
+    def has_datagrams(self, link: int, now: float) -> bool:
+        """True if ``next_datagrams`` would give a batch for this link."""
+        state = self.links.get(link)
+        if state is None or not state.peer_udp_port:
+            return False
+        if state.pings:
+            return True
+        pair = self._sender(link) if self.error is None else None
+        return pair is not None and pair[0].has_chunks(now)
+
+    def is_checking(self, link: int) -> bool:
+        """True while this link's UDP is under test and may lose large datagrams."""
+        return self.links[link].state is LinkState.CHECKING
+
     def next_event(self) -> Event | None:
         """The next thing that happened, in order."""
         return self._events.popleft() if self._events else None
 
     def fail(self, error: TailboundError) -> None:
-        """End the job: tell the peers, report Failed, go quiet. The first one counts."""
+        """End the job: tell the peers, report Failed, go quiet. The first counts."""
         if self.error is not None:
             return
         self.error = error
         peers = error.peers if isinstance(error, PeerLostError) else ()
-        told = Fail(peers, self._phase(), str(error))
+        if isinstance(error, RemoteError):
+            told = Fail(error.peer, peers, self._phase(), error.message)
+        else:
+            told = Fail(peer_name(self.rank), peers, self._phase(), str(error))
         for state in self.links.values():
             if state.state is not LinkState.CLOSED:
                 state.control.append(told)
@@ -273,7 +290,7 @@ class Endpoint(ABC):
         except WireError:
             counters.malformed += num
             return
-        if state.check is not None and headers_K["kind"][0] == PING:
+        if headers_K["kind"][0] == PING:
             self._receive_ping(link, headers_K, segment_bytes, now)
             return
         expected = self._expected(link)
@@ -415,4 +432,4 @@ class Endpoint(ABC):
         if told.peers:
             self.fail(PeerLostError(told.peers, told.phase, f"{name} says so"))
         else:
-            self.fail(RemoteError(name, told.message))
+            self.fail(RemoteError(told.origin, told.message))

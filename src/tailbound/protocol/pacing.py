@@ -9,6 +9,8 @@ arrived or lost, so the count needs no datagram to arrive and works at any loss.
 
 from tailbound.errors import WireError
 
+LARGEST_DATAGRAM_BYTES = 65507
+
 MARKS_PER_WINDOW = 4
 """A mark each quarter window: the sender is not idle while one mark travels."""
 
@@ -17,7 +19,8 @@ class Window:
     """Counts bytes on the way; not a congestion controller."""
 
     def __init__(self, window_bytes: int) -> None:
-        self.window_bytes = window_bytes
+        # Never less than one full datagram, or nothing could ever leave.
+        self.window_bytes = max(window_bytes, LARGEST_DATAGRAM_BYTES)
         self.sent_bytes = 0
         self.seen_bytes = 0
         self._marked_bytes = 0
@@ -27,10 +30,10 @@ class Window:
         """Bytes sent and not yet known to have left the receiver's queue."""
         return self.sent_bytes - self.seen_bytes
 
-    def can_send(self, num_bytes: int) -> bool:
-        """True if this many bytes more stay within the window (or it is empty)."""
-        in_flight = self.in_flight_bytes
-        return in_flight == 0 or in_flight + num_bytes <= self.window_bytes
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that may leave now."""
+        return self.window_bytes - self.in_flight_bytes
 
     def on_sent(self, num_bytes: int) -> int | None:
         """Count bytes handed over; returns what to say in a mark if one is due."""

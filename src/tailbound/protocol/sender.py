@@ -130,15 +130,16 @@ class Sender:
         if self.state is not SenderState.SENDING or now < self._not_before_s:
             return None
         segment = self.layout.segment_bytes
-        num = max(1, min(max_chunks, max_bytes // segment))
+        max_bytes = min(max_bytes, self.window.room_bytes)
+        num = min(max_chunks, max_bytes // segment)
+        if num < 1:
+            return None
         batch_K = self._due_K[self._position : self._position + num]
         if self.layout.tail_bytes:
             (tail,) = np.nonzero(batch_K == self.layout.num_full)
             if tail.size:
                 batch_K = batch_K[: int(tail[0]) + 1]
         num_bytes = len(batch_K) * segment
-        if not self.window.can_send(num_bytes):
-            return None
         if self._first_sent_s is None:
             self._first_sent_s = now
         self._position += len(batch_K)
@@ -156,6 +157,14 @@ class Sender:
             key = self.key
             self._outbox.append(Mark(key.counter, key.bucket, key.direction, mark))
         return batch_K
+
+    def has_chunks(self, now: float) -> bool:
+        """True if ``next_chunks`` would give a batch."""
+        return (
+            self.state is SenderState.SENDING
+            and now >= self._not_before_s
+            and self.window.room_bytes >= self.layout.segment_bytes
+        )
 
     def next_control(self) -> Probe | Mark | None:
         """The next control message, in order; send it after the batch so far."""

@@ -5,7 +5,6 @@ from tailbound.errors import (
     HandshakeError,
     PeerLostError,
     PeerProtocolError,
-    RoundTimeoutError,
     TailboundError,
     WireError,
 )

@@ -108,7 +108,7 @@ class ServerRounds:
         """When ``handle_timer`` has something to do."""
         times = [
             time
-            for machine in (*self._senders.values(), *self._receivers())
+            for machine in self._machines()
             if (time := machine.timer()) is not None
         ]
         if self._opened_s is not None:
@@ -117,7 +117,7 @@ class ServerRounds:
 
     def handle_timer(self, now: float) -> TailboundError | None:
         """Returns the error that ends the job, if a deadline has passed."""
-        for machine in (*self._senders.values(), *self._receivers()):
+        for machine in self._machines():
             error = machine.handle_timer(now)
             if error is not None:
                 return error
@@ -135,8 +135,9 @@ class ServerRounds:
         arrival = self._arrivals.get(rank)
         return arrival is not None and arrival.is_done
 
-    def _receivers(self) -> list[Receiver]:
-        return [arrival.receiver for arrival in self._arrivals.values()]
+    def _machines(self) -> list[Sender | Receiver]:
+        receivers = [arrival.receiver for arrival in self._arrivals.values()]
+        return [*self._senders.values(), *receivers]
 
     def _arrival(self, rank: int, now: float) -> _Arrival:
         arrival = self._arrivals.get(rank)

@@ -235,9 +235,12 @@ class GatherPart(_Message, frozen=True):
 
 
 class Fail(_Message, frozen=True):
-    """Either way: I cannot go on. ``peers`` names the lost ranks, if any is lost."""
+    """Either way: the job cannot go on."""
 
+    origin: str
+    """Who found out: ``rank 1``, ``the server``."""
     peers: tuple[str, ...]
+    """The lost ranks, if any is lost."""
     phase: str
     message: str
 

@@ -201,6 +201,7 @@ class WorkerEndpoint(Endpoint):
     def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat] | None:
         if self._round is None or self._plan is None:
             return None
+        self._round.note_back(now)
         spec = self._plan.buckets[self._round.back_key.bucket]
         return self._round.receiver, FORMATS[spec.dtype]
 

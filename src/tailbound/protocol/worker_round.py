@@ -36,7 +36,7 @@ class WorkerRound:
         self._limits = plan.limits
         self._started_s = now
         self.mean: Mean | None = None
-        self._mean_s: float | None = None
+        self._back_s: float | None = None
         layout = plan.layout(self.key.bucket)
         self._layout = layout
         self.bytes = BucketBytes(values_N, layout)
@@ -78,7 +78,12 @@ class WorkerRound:
     def receive_mean(self, mean: Mean, now: float) -> None:
         """The server announced the mean."""
         self.mean = mean
-        self._mean_s = now
+        self.note_back(now)
+
+    def note_back(self, now: float) -> None:
+        """Something of the way back is here: a datagram or the announcement."""
+        if self._back_s is None:
+            self._back_s = now
 
     @property
     def is_complete(self) -> bool:
@@ -114,7 +119,7 @@ class WorkerRound:
     def _deadline_s(self) -> float:
         # The server times out first and names the rank that it waited for; this
         # deadline is for a server that says nothing at all.
-        start = self._started_s if self._mean_s is None else self._mean_s
+        start = self._started_s if self._back_s is None else self._back_s
         return start + 1.25 * self._limits.timeout_s + 1.0
 
     def reports(self) -> tuple[RoundReport, ...]:
@@ -147,7 +152,7 @@ class WorkerRound:
             )
         if self.mean is not None and self.mean.total_weight > 0:
             got = self.receiver.statistics()
-            begun_s = self._started_s if self._mean_s is None else self._mean_s
+            begun_s = self._started_s if self._back_s is None else self._back_s
             closed_s = self._started_s + got.latency_s
             reports.append(
                 RoundReport(
@@ -165,8 +170,7 @@ class WorkerRound:
                     probes=got.probes,
                     sent=got.received,
                     retransmitted=got.duplicates,
-                    # Datagrams can overtake the announcement: never negative.
-                    latency_s=max(0.0, closed_s - begun_s),
+                    latency_s=closed_s - begun_s,
                     waiting_s=0.0,
                     early_stop=False,
                 )

@@ -4,6 +4,7 @@ Every function takes a :class:`View`, which says what is drawn, in which colours
 how wide. Needs matplotlib.
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from tailbound.report import series
-from tailbound.report.outcome import Summary
+from tailbound.report.outcome import BurstSplit, Summary
 from tailbound.report.palette import LIGHT, Palette
 from tailbound.report.series import RunRecords
 from tailbound.report.text import number
@@ -34,11 +35,19 @@ MOST_BURST_LABELS = 8
 
 Place = tuple[tuple[float, float], Literal["center", "left", "right"], str]
 LABEL_PLACES: dict[str, Place] = {
-    "fixed": ((0.0, 6.0), "center", "bottom"),
+    "above": ((0.0, 6.0), "center", "bottom"),
     "right": ((7.0, 0.0), "left", "center"),
     "left": ((-7.0, 0.0), "right", "center"),
 }
-"""Offset in points and alignment: fixed above its peak, adaptive beside its own."""
+"""Offset in points, and alignment across and up."""
+
+LOG_TICKS = (
+    (4.0, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)),
+    (25.0, (1, 1.5, 2, 3, 5, 7)),
+    (300.0, (1, 2, 5)),
+    (math.inf, (1,)),
+)
+"""Ticks within a decade, for axes whose ends are less than so many times apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,15 @@ class View:
     """The runs that left records, fixed first."""
     palette: Palette
     is_narrow: bool = False
+
+    @property
+    def bursts(self) -> list[int]:
+        """The burst rounds that a run reached."""
+        last = max(
+            (report.step for run in self.runs.values() for report in run.way_in),
+            default=0,
+        )
+        return [n for n in self.summary.settings.burst_rounds if n <= last]
 
     def color(self, run: str) -> str:
         """The run's series colour."""
@@ -80,8 +98,8 @@ def mark_critical(ax: Axes, view: View) -> None:
 
 
 def mark_bursts(ax: Axes, view: View) -> None:
-    """A dotted line at each burst round."""
-    for burst_round in view.summary.settings.burst_rounds:
+    """A dotted line at each burst round that was reached."""
+    for burst_round in view.bursts:
         ax.axvline(
             burst_round,
             color=view.palette.muted,
@@ -93,45 +111,53 @@ def mark_bursts(ax: Axes, view: View) -> None:
 
 def label_bursts(ax: Axes, view: View) -> None:
     """A marker and a number on each run's burst rounds."""
-    for run, splits in view.summary.burst_split.items():
-        for split in splits:
-            if split is None or len(splits) > MOST_BURST_LABELS:
-                continue
-            height = max(split.latency_ms, LEAST_MS)
-            ax.plot(
-                [split.round],
-                [height],
-                color=view.color(run),
-                marker=MARKERS[run],
-                markersize=5.0,
-                zorder=4,
-            )
-            offset, across, up = LABEL_PLACES[
-                run
-                if run == "fixed"
-                else "left"
-                if is_late(ax, split.round)
-                else "right"
-            ]
-            text = ax.annotate(
-                number(split.latency_ms),
-                (split.round, height),
-                offset,
-                textcoords="offset points",
-                ha=across,
-                va=up,
-                color=view.color(run),
-                fontweight="bold",
-                zorder=5,
-            )
-            if view.palette is LIGHT:
-                text.set_path_effects([withStroke(linewidth=2.5, foreground="#ffffff")])
+    splits = view.summary.burst_split
+    pairs = list(zip(splits["fixed"], splits["adaptive"], strict=True))
+    if len(pairs) > MOST_BURST_LABELS:
+        return
+    for fixed, adaptive in pairs:
+        for run, split in (("fixed", fixed), ("adaptive", adaptive)):
+            if split is not None:
+                height = max(split.latency_ms, LEAST_MS)
+                place = place_label(ax, run, fixed, adaptive)
+                label_point(ax, view, run, split.round, height, place)
 
 
-def is_late(ax: Axes, step: int) -> bool:
-    """Whether a step is so far right that no number fits beside it."""
+def place_label(
+    ax: Axes, run: str, fixed: BurstSplit | None, adaptive: BurstSplit | None
+) -> str:
+    """Where a number has room: fixed above, adaptive beside, apart if they meet."""
+    known = fixed or adaptive
+    assert known is not None
     first, last = ax.get_xlim()
-    return step > first + 0.85 * (last - first)
+    position = (known.round - first) / (last - first)
+    if run == "adaptive":
+        return "right" if position < 0.85 else "left"
+    meet = adaptive is not None and known.latency_ms < 1.3 * adaptive.latency_ms
+    return "left" if meet and 0.1 < position < 0.85 else "above"
+
+
+def label_point(
+    ax: Axes, view: View, run: str, step: int, height: float, place: str
+) -> None:
+    """A run's marker at a point, and the height in digits beside it."""
+    color = view.color(run)
+    ax.plot([step], [height], color=color, marker=MARKERS[run], markersize=5, zorder=4)
+    offset, across, up = LABEL_PLACES[place]
+    text = ax.annotate(
+        number(height),
+        (step, height),
+        offset,
+        textcoords="offset points",
+        ha=across,
+        va=up,
+        color=color,
+        fontweight="bold",
+        zorder=5,
+    )
+    if view.palette is LIGHT:  # an SVG gets its halo from the page's style
+        halo = withStroke(linewidth=2.5, foreground=view.palette.page)
+        text.set_path_effects([halo])
 
 
 def add_legend(
@@ -156,7 +182,7 @@ def add_legend(
         )
         for run in view.runs
     ]
-    if with_marks and view.summary.settings.burst_rounds:
+    if with_marks and view.bursts:
         handles.append(
             Line2D([], [], color=view.palette.muted, linestyle=":", label="burst round")
         )
@@ -183,10 +209,7 @@ def log_axis(ax: Axes, which: str, values: series.Floats, *, room: float) -> Non
     (ax.set_yscale if which == "y" else ax.set_xscale)("log")
     (ax.set_ylim if which == "y" else ax.set_xlim)(low, high)
     exponents = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    spread = high / low
-    firsts = (
-        (1, 1.5, 2, 3, 5, 7) if spread < 25 else (1, 2, 5) if spread < 300 else (1,)
-    )
+    firsts = next(firsts for limit, firsts in LOG_TICKS if high / low < limit)
     ticks = [first * 10.0**exponent for exponent in exponents for first in firsts]
     axis.set_major_locator(
         FixedLocator([tick for tick in ticks if low <= tick <= high])

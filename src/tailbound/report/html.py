@@ -16,7 +16,15 @@ from tailbound.report.plots import Plot
 from tailbound.report.rows import make_rows
 from tailbound.report.series import decisions, gather
 from tailbound.report.style import STYLE
-from tailbound.report.text import UNKNOWN, bound, number, plural, times, with_unit
+from tailbound.report.text import (
+    UNKNOWN,
+    bound,
+    metric,
+    number,
+    plural,
+    times,
+    with_unit,
+)
 from tailbound.report.verdict import (
     NAMES,
     burst_pairs,
@@ -143,7 +151,7 @@ def tile(
 def comparison(summary: Summary) -> Iterator[str]:
     """The table of both runs."""
     settings = summary.settings
-    low, high = bound(settings.p_low), bound(settings.p_high)
+    low, high = prose(bound(settings.p_low)), prose(bound(settings.p_high))
     yield "<section>"
     yield "<h2>Both runs</h2>"
     yield '<div class="scroll"><table class="comparison">'
@@ -219,7 +227,7 @@ def pairs_table(title: str, rows: list[tuple[str, str]]) -> Iterator[str]:
         yield f'<table class="pairs"><caption>{title}</caption><tbody>'
         for name, value in rows:
             yield (
-                f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
+                f'<tr><th scope="row">{escape(name)}</th><td>{prose(value)}</td></tr>'
             )
         yield "</tbody></table>"
 
@@ -260,6 +268,6 @@ def decision(report: StepReport) -> str:
     """One line of the detector's table."""
     ratio = UNKNOWN if report.ratio is None else f"{report.ratio:.3f}"
     return (
-        f"<tr><td>{report.step}</td><td>{report.norm:.4g}</td><td>{ratio}</td>"
+        f"<tr><td>{report.step}</td><td>{metric(report.norm)}</td><td>{ratio}</td>"
         f"<td>{escape(report.verdict)}</td></tr>"
     )

@@ -70,7 +70,8 @@ def render_plots(summary: Summary, records: Iterable[Record]) -> list[Plot]:
             draw_svg(design, View(summary, runs, THEMED, is_narrow))
             for is_narrow in (False, True)
         )
-        plots.append(Plot(design.title, design.caption, wide_svg, narrow_svg))
+        caption = design.caption(has_bursts=bool(summary.settings.burst_rounds))
+        plots.append(Plot(design.title, caption, wide_svg, narrow_svg))
     return plots
 
 
@@ -236,24 +237,39 @@ class Design:
     name: str
     """Unique on the page."""
     title: str
-    caption: str
+    what: str
+    """Caption: what is drawn."""
+    at_bursts: str = ""
+    """Caption: what to look at in burst rounds, if there are any."""
+    look: str = ""
+    """Caption: what else to look at."""
     draw: Callable[[list[Axes], View], None]
     panels: int = 1
     wide_height: int
     """CSS pixels."""
     narrow_height: int
 
+    def caption(self, *, has_bursts: bool) -> str:
+        """What is drawn, and what to look at."""
+        parts = (self.what, self.at_bursts if has_bursts else "", self.look)
+        return " ".join(filter(None, parts))
+
 
 DESIGNS = (
     Design(
         name="latency",
         title="Send latency, step by step",
-        caption=(
+        what=(
             "One point is the slowest worker of a step, from its first datagram to the "
-            "stop. Look at the burst rounds: there the fixed bound pays one control "
-            "round trip after another, and the phase-aware bound stops early. In the "
-            "shaded critical regions both bounds are the same, and so are the lines. "
-            "The axis is logarithmic."
+            "stop, on a logarithmic axis."
+        ),
+        at_bursts=(
+            "Look at the burst rounds: there the fixed bound pays one control round "
+            "trip after another, and the phase-aware bound stops early."
+        ),
+        look=(
+            "In the shaded critical regions both bounds are the same, and so are the "
+            "lines."
         ),
         draw=draw_latency,
         wide_height=330,
@@ -262,11 +278,13 @@ DESIGNS = (
     Design(
         name="cdf",
         title="How latencies are spread",
-        caption=(
+        what=(
             "The share of all rounds (every step, every worker) that took at most so "
-            "long. Further left is faster. Look at the top right, where the curves "
-            "turn: that is the tail that a synchronous step waits for. The dotted line "
-            "is at 99 %."
+            "long; further left is faster."
+        ),
+        look=(
+            "Look at the top right, where the curves turn: that is the tail that a "
+            "synchronous step waits for. The dotted line is at 99 %."
         ),
         draw=draw_cdf,
         wide_height=300,
@@ -275,9 +293,10 @@ DESIGNS = (
     Design(
         name="metric",
         title="What it cost: held-out metric",
-        caption=(
-            "On held-out data, after each epoch. Look at the gap between the lines at "
-            "the end: it is the price of the gradients that were given up."
+        what="On held-out data, after each epoch.",
+        look=(
+            "Look at the gap between the lines at the end: it is the price of the "
+            "gradients that were given up."
         ),
         draw=draw_metric,
         wide_height=270,
@@ -286,11 +305,13 @@ DESIGNS = (
     Design(
         name="control",
         title="Round trips and repairs",
-        caption=(
+        what=(
             "Means over the workers of a step. Above, probes: each costs a round trip. "
-            "Below, chunks that were sent again. Look at the burst rounds: the fixed "
-            "bound probes and repairs until almost nothing is missing, the phase-aware "
-            "bound lets the rest go."
+            "Below, chunks that were sent again."
+        ),
+        at_bursts=(
+            "Look at the burst rounds: the fixed bound probes and repairs until almost "
+            "nothing is missing, the phase-aware bound lets the rest go."
         ),
         draw=draw_control,
         panels=2,

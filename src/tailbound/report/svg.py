@@ -30,14 +30,22 @@ def to_inline_svg(figure: Figure, *, prefix: str, label: str) -> str:
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
+    return adapt(buffer.getvalue(), prefix=prefix, label=label)
+
+
+def adapt(text: str, *, prefix: str, label: str) -> str:
+    """Make of a matplotlib SVG file an element for a page; see above.
+
+    The font goes, so that text takes the page's. Releases before 3.11 write it as
+    ``font: 700 12px 'Name'``, later ones as ``font-family: 'Name'``.
+    """
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    for noise in ("<metadata>.*?</metadata>", "<style.*?</style>", "<!--.*?-->"):
+        text = re.sub(noise, "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', text)
-    text = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', text)
+    text = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{prefix}-\1"', text)
     text = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", text)
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
     text = re.sub(
         r"font: (?:(\d+|bold) )?([\d.]+px) [^;\"]*",
         lambda found: f"font-size: {found[2]}; font-weight: {found[1] or 'normal'}",

@@ -17,8 +17,11 @@ from tailbound.report.text import (
 )
 
 NAMES = {"fixed": "fixed", "adaptive": "phase-aware"}
-SAME = 0.05
-"""Ratios closer to 1 than this are called the same: runs on one machine differ so."""
+SAME_RATIO = 0.05
+"""Latency ratios closer to 1 than this are called the same: runs differ so much."""
+SAME_SHARE = 0.01
+"""The same for training time."""
+SAME_PACE = "about as fast"
 
 
 def make_verdict(summary: Summary) -> str:
@@ -53,10 +56,9 @@ def headline(summary: Summary) -> str:
         ratio = mean_latency([f for f, _ in pairs]) / mean_latency(
             [a for _, a in pairs]
         )
-        return f"Burst rounds were {faster(ratio)} with the phase-aware loss bound"
+        return f"Burst rounds were {faster_headline(ratio)}"
     if summary.ratio.mean is not None:
-        pace = faster(summary.ratio.mean)
-        return f"Rounds were {pace} with the phase-aware loss bound"
+        return f"Rounds were {faster_headline(summary.ratio.mean)}"
     present = [name for name, run in both(summary) if run is not None]
     if len(present) == 1:
         return f"Only the {NAMES[present[0]]} run left records"
@@ -150,11 +152,13 @@ def train_sentence(fixed: RunSummary, adaptive: RunSummary) -> str:
     if not fixed.train_s or adaptive.train_s is None:
         return ""
     change = adaptive.train_s / fixed.train_s - 1.0
-    less = "less" if change < 0 else "more"
+    less = f"{percent(abs(change))} {'less' if change < 0 else 'more'}"
+    if abs(change) < SAME_SHARE:
+        less = "about as long"
     return (
         f"Training took {with_unit(fixed.train_s, 's')} with the fixed bound and "
         f"{with_unit(adaptive.train_s, 's')} with the phase-aware one "
-        f"({percent(abs(change))} {less})."
+        f"({less})."
     )
 
 
@@ -211,8 +215,15 @@ def mean_latency(splits: list[BurstSplit]) -> float:
 
 def faster(ratio: float) -> str:
     """A positive ratio of fixed over adaptive in words."""
-    if abs(ratio - 1.0) < SAME:
-        return "about as fast"
+    if abs(ratio - 1.0) < SAME_RATIO:
+        return SAME_PACE
     if ratio > 1.0:
         return f"{ratio:.1f} times faster"
     return f"{1.0 / ratio:.1f} times slower"
+
+
+def faster_headline(ratio: float) -> str:
+    """The same, with what was compared."""
+    pace = faster(ratio)
+    bound = "either loss bound" if pace == SAME_PACE else "the phase-aware loss bound"
+    return f"{pace} with {bound}"

@@ -1,7 +1,7 @@
 """Public fakes: a bad network in memory, and a clock that tests move.
 
-    impaired_path   what a bad network does to one receiving path
-    fake_net        whole jobs over such paths, on a virtual clock, without sockets
+impaired_path   what a bad network does to one receiving path
+fake_net        whole jobs over such paths, on a virtual clock, without sockets
 """
 
 from tailbound.testing.fake_net import FakeNet

@@ -80,7 +80,10 @@ class FakeNet:
         up, down = to_server or Impairments(), to_worker or Impairments()
         self._server = Station(
             self.server,
-            {rank: ImpairedPath(up, own) for rank, own in enumerate(rng.spawn(world_size))},
+            {
+                rank: ImpairedPath(up, own)
+                for rank, own in enumerate(rng.spawn(world_size))
+            },
         )
         self.workers: list[WorkerEndpoint] = []
         self._workers: list[Station] = []

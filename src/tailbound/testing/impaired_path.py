@@ -78,10 +78,10 @@ class ImpairedPath:
             num = len(rows_KB)
         delay_K = self._link.delay_s(num)
         if self._impairments.has_constant_delay:
-            flat = memoryview(rows_KB.reshape(-1))
+            flat = rows_KB.reshape(-1).data
             batch = Batch(flat, num * segment_bytes, segment_bytes)
             self._datagrams.push(now + float(delay_K[0]), batch)
             return
         for row_B, delay_s in zip(rows_KB, delay_K, strict=True):
-            batch = Batch(memoryview(row_B), segment_bytes, segment_bytes)
+            batch = Batch(row_B.data, segment_bytes, segment_bytes)
             self._datagrams.push(now + float(delay_s), batch)

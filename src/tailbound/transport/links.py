@@ -1,0 +1,75 @@
+"""Open what a link needs: the UDP socket beside a TCP connection, and its facts."""
+
+import socket
+import time
+
+from tailbound.config import Transport, format_address, parse_address
+from tailbound.errors import UnreachableError
+from tailbound.protocol.endpoint import Link
+from tailbound.transport.addresses import resolve_bind, route_mtu
+from tailbound.transport.station import describe_peer
+from tailbound.transport.udp import UdpSocket
+
+LARGEST_AUTO_MTU = 9000
+"""``mtu="auto"`` takes no more: loopback's 64 KiB would cut a small model into so few
+chunks that a loss bound means little, and larger datagrams hardly save CPU."""
+CONNECT_PATIENCE_S = 5.0
+"""A refused connection is tried again for so long: the server may still start."""
+CONNECT_RETRY_S = 0.05
+
+
+def open_link(tcp: socket.socket, transport: Transport) -> tuple[UdpSocket, Link]:
+    """Bind a UDP socket to the address that the TCP connection uses (FIELD A10)."""
+    local, *_ = tcp.getsockname()
+    peer, *_ = tcp.getpeername()
+    udp = UdpSocket(local, port_range=transport.port_range)
+    if isinstance(transport.mtu, int):
+        mtu = transport.mtu
+    else:
+        mtu = min(route_mtu(peer, local), LARGEST_AUTO_MTU)
+    link = Link(
+        peer_rank=-1,
+        name=f"the connection from {describe_peer(tcp)}",
+        address=peer,
+        udp_port=udp.port,
+        mtu=mtu,
+        # The kernel doubles what was asked for and counts its own bookkeeping, so at
+        # most half of the granted number holds data (FIELD S15).
+        window_bytes=udp.granted_receive_bytes // 2,
+        ip_version=6 if tcp.family == socket.AF_INET6 else 4,
+    )
+    return udp, link
+
+
+def connect_server(address: str, transport: Transport) -> socket.socket:
+    """Connect to the server's control port.
+
+    Raises:
+        UnreachableError: nobody answers there within the timeout.
+        ConfigError: the address or ``Transport.bind`` is unusable.
+    """
+    host, port = parse_address(address)
+    local = resolve_bind(transport.bind, host)
+    timeout_s = transport.timeout_s
+    start_s = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - start_s
+        try:
+            return socket.create_connection(
+                (host, port),
+                timeout=max(0.1, timeout_s - waited_s),
+                source_address=(local, 0),
+            )
+        except TimeoutError as error:
+            reason, remedy = f"no answer within {timeout_s:.0f} s", "a firewall?"
+            cause: OSError = error
+            break
+        except OSError as error:
+            cause = error
+            reason, remedy = error.strerror or str(error), "is the server running?"
+            if waited_s > min(CONNECT_PATIENCE_S, timeout_s):
+                break
+            time.sleep(CONNECT_RETRY_S)
+    raise UnreachableError(
+        "TCP", "the server", format_address(host, port), f"{reason}; {remedy}"
+    ) from cause

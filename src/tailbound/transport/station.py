@@ -1,0 +1,281 @@
+"""An endpoint with its sockets: what the driver turns.
+
+A conduit is one link's TCP connection and UDP socket. Datagrams of a conduit are
+handed on before control bytes that were read at the same time, and control bytes wait
+until the datagram queue was seen empty (DESIGN decision 8).
+"""
+
+import errno
+import socket
+from collections.abc import Callable
+
+import numpy as np
+
+from tailbound.config import format_address
+from tailbound.impairments import Impairments
+from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.events import Event
+from tailbound.testing.impaired_path import Batch, ImpairedPath
+from tailbound.transport.forks import close_in_forked_children
+from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
+
+BUFFER_BYTES = 65536
+TCP_READ_BYTES = 1 << 18
+MAX_BATCHES_PER_TURN = 32
+"""Read or sent for one link before the others get their turn: 2 MiB."""
+DEVICE_PAUSE_S = 0.001
+"""A full device (ENOBUFS) has no event that says when it has room again."""
+
+
+class Conduit:
+    """One link's sockets and what waits to pass through them."""
+
+    def __init__(
+        self,
+        number: int,
+        tcp: socket.socket,
+        udp: UdpSocket,
+        link: Link,
+        path: ImpairedPath | None,
+    ) -> None:
+        self.number, self.tcp, self.udp, self.link, self.path = (
+            number,
+            tcp,
+            udp,
+            link,
+            path,
+        )
+        self.outgoing = bytearray()
+        """Control bytes that the kernel has not taken yet."""
+        self.incoming: list[bytes] = []
+        """Control bytes that were read and wait for the datagrams before them."""
+        self.is_drained = True
+        """The datagram queue was seen empty after ``incoming`` was read."""
+        self.lost: str | None = None
+        """Why the TCP connection ended, if it did."""
+        self.told_lost = False
+        self.retry_s: float | None = None
+        """When to try a full device again."""
+        self._batch = memoryview(bytearray(BUFFER_BYTES))
+        self._pending = self._batch[:0]
+        self._pending_segment_bytes = 1
+        close_in_forked_children(self)
+
+    @property
+    def peer_address(self) -> tuple[object, ...]:
+        """Where this link's datagrams go."""
+        host, *rest = self.tcp.getpeername()
+        return (host, self.link.peer_udp_port, *rest[1:])
+
+    def read_control(self) -> None:
+        """Take what the TCP stream has."""
+        while self.lost is None:
+            try:
+                data = self.tcp.recv(TCP_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.lost = error.strerror or str(error)
+                return
+            if not data:
+                self.lost = "its connection closed"
+                return
+            self.incoming.append(data)
+            if len(data) < TCP_READ_BYTES:
+                return
+
+    def write_control(self) -> bool:
+        """Give the TCP stream what waits; False if it takes no more."""
+        while self.outgoing and self.lost is None:
+            try:
+                sent = self.tcp.send(self.outgoing)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self.lost = error.strerror or str(error)
+                return True
+            del self.outgoing[:sent]
+        return True
+
+    def send_datagrams(self, endpoint: Endpoint, now: float) -> bool:
+        """Send what the endpoint has for this link; False if the socket is full."""
+        number = self.number
+        self.retry_s = None
+        for _ in range(MAX_BATCHES_PER_TURN):
+            if not self._send_pending(endpoint, now):
+                return False
+            while (data := endpoint.next_control(number)) is not None:
+                self.outgoing += data
+            if not self.link.peer_udp_port:
+                return True
+            sent = endpoint.next_datagrams(
+                number,
+                self._batch,
+                now,
+                max_segments=64,
+                max_bytes=self.udp.max_batch_bytes,
+            )
+            if sent is None:
+                return True
+            self._pending = self._batch[: sent[0]]
+            self._pending_segment_bytes = sent[1]
+        return self._send_pending(endpoint, now)
+
+    def _send_pending(self, endpoint: Endpoint, now: float) -> bool:
+        while self._pending:
+            try:
+                sent = self.udp.send_batch(
+                    self._pending, self._pending_segment_bytes, self.peer_address
+                )
+            except SegmentTooLargeError as error:
+                sent = error.sent_bytes
+                if self.link.check is not None and endpoint.is_checking(self.number):
+                    sent = len(self._pending)  # the check finds a size that passes
+                else:
+                    endpoint.fail(error)
+                    return True
+            self._pending = self._pending[sent:]
+            if self._pending:
+                if self.udp.blocked_by_device:
+                    self.retry_s = now + DEVICE_PAUSE_S
+                return False
+        return True
+
+    @property
+    def is_blocked(self) -> bool:
+        """A batch waits for room in the socket."""
+        return bool(self._pending)
+
+    def close(self) -> None:
+        """Close both sockets. Closing twice is fine."""
+        self.tcp.close()
+        self.udp.close()
+
+
+class Station:
+    """An endpoint, its listener if it has one, and its conduits."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        on_event: Callable[[Event], None],
+        *,
+        listener: socket.socket | None = None,
+        accept: Callable[[socket.socket], tuple[UdpSocket, Link]] | None = None,
+        impairments: Impairments | None = None,
+    ) -> None:
+        self.endpoint, self.on_event = endpoint, on_event
+        self.listener, self._accept = listener, accept
+        self.conduits: dict[int, Conduit] = {}
+        self.is_over = False
+        self._impairments = impairments
+        self._rng: np.random.Generator | None = None
+        if impairments is not None and not impairments.is_none:
+            self._rng = np.random.default_rng(impairments.seed)
+        self._numbers = 0
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        if listener is not None:
+            close_in_forked_children(listener)
+
+    def add(self, tcp: socket.socket, udp: UdpSocket, link: Link) -> Conduit:
+        """Take over a connection and its UDP socket."""
+        tcp.setblocking(False)
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        path = None
+        if self._rng is not None and self._impairments is not None:
+            path = ImpairedPath(self._impairments, self._rng.spawn(1)[0])
+        conduit = Conduit(self._numbers, tcp, udp, link, path)
+        self.conduits[conduit.number] = conduit
+        self._numbers += 1
+        return conduit
+
+    def accept_all(self) -> list[tuple[Conduit, Link]]:
+        """Accept every connection that waits."""
+        accepted: list[tuple[Conduit, Link]] = []
+        while self.listener is not None and self._accept is not None:
+            try:
+                tcp, _ = self.listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                break
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    break
+                raise
+            udp, link = self._accept(tcp)
+            accepted.append((self.add(tcp, udp, link), link))
+        return accepted
+
+    def drain(self, conduit: Conduit, now: float) -> None:
+        """Read the datagram queue, up to a turn's share, into endpoint or path."""
+        conduit.is_drained = False
+        expected = conduit.peer_address[:2] if conduit.link.peer_udp_port else None
+        for _ in range(MAX_BATCHES_PER_TURN):
+            received = conduit.udp.receive_batch(self._buffer)
+            if received is None:
+                conduit.is_drained = True
+                return
+            num_bytes, segment_bytes, address = received
+            if expected is not None and address[:2] != expected:
+                num = -(-num_bytes // segment_bytes)
+                self.endpoint.count_foreign(conduit.number, num)
+            elif conduit.path is None:
+                self.endpoint.receive_datagrams(
+                    conduit.number, self._buffer, num_bytes, segment_bytes, now
+                )
+            else:
+                conduit.path.push_datagrams(
+                    Batch(self._buffer, num_bytes, segment_bytes), now
+                )
+
+    def hand_on(self, now: float) -> None:
+        """Give the endpoint what is due: datagrams, then control, then deadlines."""
+        endpoint = self.endpoint
+        ready: list[tuple[Conduit, list[bytes]]] = []
+        for conduit in self.conduits.values():
+            messages = conduit.incoming if conduit.is_drained else []
+            if messages:
+                conduit.incoming = []
+            path = conduit.path
+            if path is not None:
+                for data in messages:
+                    path.push_control(data, now)
+                messages = path.pop_control(now)
+                for batch in path.pop_datagrams(now):
+                    endpoint.receive_datagrams(conduit.number, *batch, now)
+            if messages:
+                ready.append((conduit, messages))
+        endpoint.settle(now)
+        for conduit, messages in ready:
+            for data in messages:
+                endpoint.receive_control(conduit.number, data, now)
+        for conduit in self.conduits.values():
+            if conduit.lost and not conduit.told_lost and not conduit.incoming:
+                conduit.told_lost = True
+                if conduit.number in endpoint.links:
+                    endpoint.lose_link(conduit.number, conduit.lost, now)
+        endpoint.settle(now)
+        due_s = endpoint.timer()
+        if due_s is not None and due_s <= now:
+            endpoint.handle_timer(now)
+
+    def next_due_s(self) -> float | None:
+        """When something is due without any socket being ready."""
+        times = [self.endpoint.timer()]
+        for conduit in self.conduits.values():
+            times.append(conduit.retry_s)
+            if conduit.path is not None:
+                times.append(conduit.path.next_due_s())
+        return min((time for time in times if time is not None), default=None)
+
+    def close(self) -> None:
+        """Close every socket."""
+        if self.listener is not None:
+            self.listener.close()
+        for conduit in self.conduits.values():
+            conduit.close()
+
+
+def describe_peer(tcp: socket.socket) -> str:
+    """``host:port`` of the other end."""
+    host, port, *_ = tcp.getpeername()
+    return format_address(host, port)
