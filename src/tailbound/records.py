@@ -154,6 +154,38 @@ def from_line(line: bytes | str) -> Record:
         raise ConfigError(f"not a record: {error}") from error
 
 
+class RecordWriter:
+    """Appends records to a file as they are made; give it to ``attach(on_record=)``.
+
+    Each line is flushed at once, so a crash loses none.
+
+    Args:
+        path: the file; its folder is made, an existing file is continued.
+
+    Raises:
+        OSError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab", buffering=0)
+
+    def __call__(self, record: Record) -> None:
+        """Append one record."""
+        self._file.write(to_line(record))
+
+    def close(self) -> None:
+        """Close the file. Closing twice is fine."""
+        self._file.close()
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def write_lines(path: Path, records: Iterable[Record]) -> None:
     """Write records to a file of JSON lines, replacing what was there."""
     with path.open("wb") as file:

@@ -147,3 +147,64 @@ def make_step(
         verdict=verdict if is_check else "no check",
         missing_share=report.missing / CHUNKS,
     )
+
+
+def one_round(run: str, step: int, **changes: object) -> RoundReport:
+    """A way-in round of worker 0: 10 chunks, one send, 1 ms, half of it waiting."""
+    values: dict[str, object] = {
+        "run": run,
+        "rank": 0,
+        "step": step,
+        "counter": step,
+        "bucket": 0,
+        "direction": "in",
+        "p": P_LOW,
+        "critical": False,
+        "num_chunks": 10,
+        "num_bytes": 14400,
+        "missing": 0,
+        "sends": 1,
+        "probes": 1,
+        "sent": 10,
+        "retransmitted": 0,
+        "latency_s": 0.001,
+        "waiting_s": 0.0005,
+        "early_stop": False,
+    }
+    return RoundReport(**(values | changes))  # type: ignore[arg-type]
+
+
+def one_epoch(run: str, epoch: int, rank: int = 0, **changes: object) -> EpochReport:
+    """An epoch of 25 steps: accuracy 0.9, 10 s, digest ``same``."""
+    values: dict[str, object] = {
+        "run": run,
+        "rank": rank,
+        "epoch": epoch,
+        "step": 25 * epoch,
+        "metric": 0.9,
+        "metric_name": "accuracy",
+        "train_s": 10.0,
+        "digest": "same",
+    }
+    return EpochReport(**(values | changes))  # type: ignore[arg-type]
+
+
+def one_check(run: str, step: int, rank: int = 0, **changes: object) -> StepReport:
+    """A step at which the detector compared norms: ratio 0.25, not critical."""
+    values: dict[str, object] = {
+        "run": run,
+        "rank": rank,
+        "step": step,
+        "weight": 32.0,
+        "total_weight": 96.0,
+        "skipped": False,
+        "compute_s": 0.004,
+        "exchange_s": 0.002,
+        "p": P_LOW,
+        "critical": False,
+        "norm": 2.5,
+        "ratio": 0.25,
+        "verdict": "not critical",
+        "missing_share": 0.0,
+    }
+    return StepReport(**(values | changes))  # type: ignore[arg-type]

@@ -243,9 +243,10 @@ def _check_host(host: str, port: int, timeout_s: float) -> list[Check]:
 
 
 def _explain_tcp(error: EchoUnavailableError) -> Check:
+    host, port = error.host, error.port
     remedies = {
-        "refused": f"on {error.host} run: tailbound doctor --listen --port {error.port}",
-        "silent": f"open TCP port {error.port} towards {error.host} in the firewalls",
+        "refused": f"on {host} run: tailbound doctor --listen --port {port}",
+        "silent": f"open TCP port {port} towards {host} in the firewalls",
         "foreign": "something else has that port, or the listener ended: give "
         "`tailbound doctor --listen` another --port",
     }

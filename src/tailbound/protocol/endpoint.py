@@ -160,7 +160,7 @@ class Endpoint(ABC):
         now: float,
     ) -> None:
         """Take in datagrams that lie back to back, the last possibly shorter."""
-        if self.error is not None or num_bytes == 0:
+        if self.has_failed or num_bytes == 0:
             return
         num = num_bytes // segment_bytes
         rest = num_bytes - num * segment_bytes
@@ -171,7 +171,7 @@ class Endpoint(ABC):
 
     def receive_control(self, link: int, data: bytes | memoryview, now: float) -> None:
         """Take in bytes of a link's TCP stream."""
-        if self.error is not None:
+        if self.has_failed:
             return
         state = self.links[link]
         try:
@@ -180,7 +180,7 @@ class Endpoint(ABC):
                     self._fail_remote(link, message)
                     return
                 self._dispatch(link, message, now)
-                if self.error is not None:
+                if self.has_failed:
                     return
         except WireError as error:
             self.fail(PeerProtocolError(state.name, state.state.value, str(error)))
@@ -196,6 +196,11 @@ class Endpoint(ABC):
     def count_foreign(self, link: int, num: int) -> None:
         """Datagrams came from an address that is not the peer's."""
         self.links[link].counters.foreign += num
+
+    @property
+    def has_failed(self) -> bool:
+        """True once a Failed was reported; nothing more is taken in."""
+        return self.error is not None
 
     # -- up: what to send, what happened ---------------------------------------
 

@@ -190,11 +190,6 @@ def open_bound(host: str, kind: socket.SocketKind, ports: range) -> socket.socke
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if kind == socket.SOCK_DGRAM:
             _forbid_fragments(opened)
-        # Lets a restarted server have its port back at once. Never for UDP, where it
-        # would let two sockets share a port, nor with port 0, where it may end in a
-        # port that cannot be listened on.
-        if kind == socket.SOCK_STREAM and ports[0]:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for port in ports:
             if _takes(opened, host, (target[0], port, *target[2:])):
                 return opened
@@ -237,9 +232,16 @@ def _all_of(ports: range) -> str:
 
 def _takes(opened: socket.socket, host: str, address: Address) -> bool:
     """Bind; False if the port is in use."""
+    is_tcp = opened.type == socket.SOCK_STREAM
     try:
+        # A restarted server shall have its port back at once, for which both its old
+        # and its new socket need this option. Set before binding to port 0 it may end
+        # in a port that cannot be listened on; with UDP two sockets would share one.
+        if is_tcp and address[1]:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
-        if opened.type == socket.SOCK_STREAM:
+        if is_tcp:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.listen(128)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

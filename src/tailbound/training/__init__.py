@@ -1,0 +1,1 @@
+"""The face for PyTorch: attach a job to a model, accumulate, step."""

@@ -1,0 +1,138 @@
+"""A model's gradients as flat buckets, one per dtype, and its state as bytes."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tailbound.errors import ConfigError
+from tailbound.protocol.wire import BucketSpec
+
+NAMES: dict[torch.dtype, str] = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+"""Dtypes that travel, and their names on the wire."""
+
+
+class FlatBucket:
+    """All trainable parameters of one dtype, their gradients in one CPU tensor."""
+
+    def __init__(
+        self, dtype: torch.dtype, named: list[tuple[str, nn.Parameter]]
+    ) -> None:
+        self._parameters = [parameter for _, parameter in named]
+        self.spec = BucketSpec(
+            NAMES[dtype],
+            tuple(name for name, _ in named),
+            tuple(tuple(parameter.shape) for parameter in self._parameters),
+        )
+        self.flat = torch.zeros(self.spec.num_elements, dtype=dtype)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        self._slices = list(self.flat.split(sizes))
+
+    @property
+    def values_N(self) -> NDArray[Any]:
+        """The bucket's memory; bfloat16, which NumPy lacks, as uint16."""
+        if self.flat.dtype is torch.bfloat16:
+            return self.flat.view(torch.uint16).numpy()
+        return self.flat.numpy()
+
+    def pull(self) -> None:
+        """Copy the gradients into the bucket; a parameter without one counts as 0."""
+        for parameter, place in zip(self._parameters, self._slices, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                place.zero_()
+            elif grad.is_sparse:
+                raise ConfigError(
+                    "sparse gradients are not supported; build the embedding with "
+                    "sparse=False"
+                )
+            else:
+                place.copy_(grad.reshape(-1))
+
+    def push(self) -> None:
+        """Copy the bucket back into the gradients."""
+        for parameter, place in zip(self._parameters, self._slices, strict=True):
+            mean = place.view(parameter.shape)
+            if parameter.grad is None:
+                parameter.grad = mean.to(parameter.device, copy=True)
+            else:
+                parameter.grad.copy_(mean)
+
+
+def make_buckets(model: nn.Module) -> list[FlatBucket]:
+    """One bucket for each dtype among the trainable parameters, in name order.
+
+    Raises:
+        ConfigError: there is nothing to train, or a dtype does not travel.
+    """
+    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or not parameter.numel():
+            continue
+        if parameter.dtype not in NAMES:
+            allowed = ", ".join(NAMES.values())
+            raise ConfigError(
+                f"parameter {name} is {parameter.dtype}; gradients of {allowed} travel"
+            )
+        by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
+    if not by_dtype:
+        raise ConfigError("the model has no trainable parameter (requires_grad=True)")
+    dtypes = sorted(by_dtype, key=lambda dtype: NAMES[dtype])
+    return [FlatBucket(dtype, by_dtype[dtype]) for dtype in dtypes]
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+    yield from model.named_buffers()
+
+
+def _raw(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def state_bytes(model: nn.Module) -> bytes:
+    """All parameters and buffers back to back, bit for bit."""
+    return b"".join(_raw(tensor) for _, tensor in _state(model))
+
+
+def load_state_bytes(model: nn.Module, data: bytes) -> None:
+    """Set all parameters and buffers from another replica's ``state_bytes``.
+
+    Raises:
+        ConfigError: the other model's state has another size.
+    """
+    tensors = [tensor for _, tensor in _state(model)]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    if sum(sizes) != len(data):
+        raise ConfigError(
+            f"parameters and buffers are {sum(sizes)} bytes here and {len(data)} bytes "
+            "on rank 0; build the same model on every rank"
+        )
+    start = 0
+    with torch.no_grad():
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if size:
+                raw = np.frombuffer(data, np.uint8, size, start).copy()
+                values = torch.from_numpy(raw).view(tensor.dtype)
+                tensor.copy_(values.view(tensor.shape))
+            start += size
+
+
+def parameter_digest(model: nn.Module) -> str:
+    """A short hex digest of all parameters, bit exact: equal replicas, equal digest."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        digest.update(_raw(parameter))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,170 @@
+"""What a job exchanges through: a bounded-loss group, a process group, or nothing."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tailbound.protocol.events import Reduced
+from tailbound.transport.group import Group
+
+
+class Exchange(ABC):
+    """The exchanges that a job needs, the same calls on every rank."""
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def all_reduce(
+        self,
+        flat: Tensor,
+        values_N: NDArray[Any],
+        weight: float,
+        *,
+        learning_rate: float,
+        loss_scale: float,
+    ) -> Reduced:
+        """Replace a gradient, already multiplied by the weight, by the mean.
+
+        Args:
+            flat: the bucket as a tensor; shares its memory with ``values_N``.
+            values_N: the bucket in the wire dtype.
+            weight: what is behind it.
+            learning_rate: of the optimizer.
+            loss_scale: factor that the gradient carries.
+        """
+
+    @abstractmethod
+    def all_gather(self, data: bytes) -> tuple[bytes, ...]:
+        """Exchange byte strings exactly; one per rank, in rank order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave in good order."""
+
+    def abort(self, reason: str) -> None:
+        """Leave because of an error and tell the others, where that is possible."""
+        self.close()
+
+
+class GroupExchange(Exchange):
+    """Over the bounded-loss transport."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank, self.world_size = group.rank, group.world_size
+
+    def all_reduce(
+        self,
+        flat: Tensor,
+        values_N: NDArray[Any],
+        weight: float,
+        *,
+        learning_rate: float,
+        loss_scale: float,
+    ) -> Reduced:
+        """See Exchange."""
+        return self._group.all_reduce(
+            values_N, weight, learning_rate=learning_rate, loss_scale=loss_scale
+        )
+
+    def all_gather(self, data: bytes) -> tuple[bytes, ...]:
+        """See Exchange."""
+        return self._group.all_gather(data)
+
+    def close(self) -> None:
+        """See Exchange."""
+        self._group.close()
+
+    def abort(self, reason: str) -> None:
+        """See Exchange."""
+        self._group.abort(reason)
+
+
+class ExactExchange(Exchange):
+    """What the two exact exchanges share: no bound, no regime, no round reports."""
+
+    @abstractmethod
+    def average(self, flat: Tensor, weight: float) -> float:
+        """Replace the bucket by the mean over ranks; returns the total weight.
+
+        With a total weight of 0 the bucket is left as it is.
+        """
+
+    def all_reduce(
+        self,
+        flat: Tensor,
+        values_N: NDArray[Any],
+        weight: float,
+        *,
+        learning_rate: float,
+        loss_scale: float,
+    ) -> Reduced:
+        """See Exchange."""
+        total = self.average(flat, weight)
+        norm = 0.0
+        if total:
+            norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        return Reduced(0, 0, total, 0.0, True, norm, None, "exact", ())
+
+
+class LocalExchange(ExactExchange):
+    """A job of one rank: no socket, no peer."""
+
+    rank, world_size = 0, 1
+
+    def average(self, flat: Tensor, weight: float) -> float:
+        """See ExactExchange."""
+        if weight:
+            flat.div_(weight)
+        return weight
+
+    def all_gather(self, data: bytes) -> tuple[bytes, ...]:
+        """See Exchange."""
+        return (data,)
+
+    def close(self) -> None:
+        """See Exchange."""
+
+
+class ProcessGroupExchange(ExactExchange):
+    """Over torch's default process group, on its own backend."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def average(self, flat: Tensor, weight: float) -> float:
+        """See ExactExchange; sums in float32 at least, so float16 cannot overflow."""
+        narrow = flat.dtype in (torch.float16, torch.bfloat16)
+        sum_N = flat.float() if narrow else flat.clone()
+        if weight == 0.0:
+            sum_N.zero_()
+        weight_1 = torch.tensor([weight], dtype=torch.float64)
+        dist.all_reduce(sum_N)
+        dist.all_reduce(weight_1)
+        total = float(weight_1)
+        if total:
+            flat.copy_(sum_N.div_(total))
+        return total
+
+    def all_gather(self, data: bytes) -> tuple[bytes, ...]:
+        """See Exchange."""
+        sizes_W = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes_W, torch.tensor([len(data)]))
+        parts = []
+        for rank, size in enumerate(int(size) for size in sizes_W):
+            part = torch.zeros(size, dtype=torch.uint8)
+            if rank == self.rank and size:
+                part = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+            if size:
+                dist.broadcast(part, rank)
+            parts.append(part.numpy().tobytes())
+        return tuple(parts)
+
+    def close(self) -> None:
+        """See Exchange: the process group is the user's to destroy."""

@@ -1,0 +1,111 @@
+"""Where the ranks meet: who we are, and the server's address.
+
+This is a border: it reads what ``torchrun`` puts into the environment, and the job's
+own store. Nothing below it reads the environment (docs/design/0011).
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from tailbound.config import Transport
+from tailbound.errors import ConfigError, UnreachableError
+from tailbound.transport.addresses import resolve_bind
+from tailbound.transport.group import Server
+
+_attached = 0
+"""Jobs attached by this process so far: each gets its own key in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process's place in the job."""
+
+    rank: int
+    world_size: int
+
+
+def find_place() -> Place:
+    """Rank and world size: of the process group, of torchrun, or a job of one.
+
+    Raises:
+        ConfigError: RANK and WORLD_SIZE are set but make no sense.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return Place(dist.get_rank(), dist.get_world_size())
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None and world_size is None:
+        return Place(0, 1)
+    try:
+        place = Place(int(rank or ""), int(world_size or ""))
+    except ValueError:
+        place = Place(-1, 0)
+    if not 0 <= place.rank < place.world_size:
+        raise ConfigError(
+            f"RANK={rank} and WORLD_SIZE={world_size} are no place in a job; start the "
+            "script with torchrun"
+        )
+    return place
+
+
+def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]:
+    """The server's address; on rank 0 also the server, unless one is given.
+
+    Raises:
+        ConfigError: no store to meet in.
+        UnreachableError: rank 0 did not publish an address in time.
+    """
+    global _attached
+    _attached += 1
+    if transport.server is not None:
+        return transport.server, None
+    store = _job_store()
+    # A restarted job must not read the address that the last attempt left behind.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"tailbound/{attempt}/{_attached}/server"
+    if place.rank == 0:
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        host = resolve_bind(
+            transport.bind, master, is_loopback_fine=_is_one_host(place)
+        )
+        server = Server(place.world_size, host=host, transport=transport)
+        store.set(key, server.address)
+        return server.address, server
+    try:
+        store.wait([key], timedelta(seconds=transport.timeout_s))
+    except (RuntimeError, dist.DistError) as error:
+        raise UnreachableError(
+            "the job's store",
+            "rank 0",
+            key,
+            f"no address was published within {transport.timeout_s:.0f} s; did rank 0 "
+            "reach tailbound.attach?",
+        ) from error
+    return store.get(key).decode(), None
+
+
+def _is_one_host(place: Place) -> bool | None:
+    """True or False where torchrun says so; None: judge by the peer's address."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdecimal():
+        return None
+    return int(local) >= place.world_size
+
+
+def _job_store() -> dist.Store:
+    if dist.is_available() and dist.is_initialized():
+        # The only way to the store of an initialised group; torch has kept this name
+        # since 1.8, and tests hold it.
+        return dist.distributed_c10d._get_default_store()
+    missing = [
+        name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not set: start the script with torchrun, or give "
+            "Transport(server='host:port') of a running `tailbound serve`"
+        )
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    return store
