@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from report.synthetic import make_records, make_settings
 
+from report.synthetic import make_records, make_settings
 from tailbound.errors import ConfigError, MissingExtraError
 from tailbound.records import to_line, write_lines
-from tailbound.report.build import build_report, read_run
+from tailbound.report.build import build_report, read_run, write_whole
 
 SETTINGS = make_settings(epochs=1, burst_rounds=[8])
 
@@ -22,6 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_summary_and_page_are_written_beside_the_records(folder: Path) -> None:
     page = build_report(folder)
 
@@ -40,6 +41,7 @@ def test_summary_and_page_are_written_beside_the_records(folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_second_build_gives_the_same_files(folder: Path) -> None:
     first = build_report(folder).read_bytes()
 
@@ -86,15 +88,26 @@ def test_a_line_that_is_no_record_is_named_by_its_number(folder: Path) -> None:
         build_report(folder)
 
 
-def test_a_page_that_cannot_be_written_is_named_and_leaves_no_draft(
-    folder: Path,
+def test_a_file_that_cannot_be_written_is_named_and_leaves_no_draft(
+    tmp_path: Path,
 ) -> None:
-    (folder / "report.html").mkdir()
+    path = tmp_path / "report.html"
+    path.mkdir()
 
-    with pytest.raises(ConfigError, match=r"cannot write .*report\.html: Is a direc"):
-        build_report(folder)
+    with pytest.raises(ConfigError) as caught:
+        write_whole(path, "text")
 
-    assert not list(folder.glob(".report*"))
+    assert str(caught.value) == f"cannot write {path}: Is a directory"
+    assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_folder_that_went_away_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "report.html"
+
+    with pytest.raises(ConfigError) as caught:
+        write_whole(path, "text")
+
+    assert str(caught.value) == f"cannot write {path}: No such file or directory"
 
 
 def forget_plots(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:

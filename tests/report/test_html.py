@@ -10,7 +10,6 @@ from report.synthetic import (
     one_epoch,
     one_round,
 )
-
 from tailbound.records import Record
 from tailbound.report.html import make_page
 from tailbound.report.plots import Plot
@@ -144,6 +143,7 @@ def test_a_run_that_ended_early_is_warned_of_and_has_no_empty_parts() -> None:
     assert "Versions" not in text
     assert "detector" not in text
     assert '<p class="verdict">' not in page
+    assert '<div class="tiles">' not in page
     assert "<ul" not in page
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import matplotlib as mpl
 import pytest
-from report.synthetic import make_records, make_settings, one_epoch, one_round
 
+from report.synthetic import make_records, make_settings, one_epoch, one_round
 from tailbound.records import Record
 from tailbound.report.plots import Plot, overview_png, render_plots
 from tailbound.report.summary import RunSettings, summarise
@@ -22,6 +22,8 @@ def plot(records: list[Record], settings: RunSettings) -> dict[str, Plot]:
     plots = render_plots(summarise(records, settings), records)
     return {one.title: one for one in plots}
 
+
+pytestmark = pytest.mark.slow
 
 SETTINGS = make_settings(epochs=4, burst_rounds=[76, 90])
 RECORDS = make_records(SETTINGS)
@@ -169,8 +171,9 @@ def test_unusual_runs_are_drawn_without_a_warning(
 ) -> None:
     records, settings = make()
 
-    assert len(plot(records, settings)) == 4
     overview_png(summarise(records, settings), records, tmp_path / "run.png")
+
+    assert (tmp_path / "run.png").stat().st_size > 10_000
 
 
 def test_a_metric_s_name_is_neither_markup_nor_formula() -> None:

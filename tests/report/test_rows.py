@@ -1,7 +1,7 @@
 """The rows of the comparison, shared by the terminal and the page."""
 
 from report.synthetic import make_settings, one_epoch, one_round
-
+from tailbound.records import Record
 from tailbound.report.rows import Row, make_rows
 from tailbound.report.summary import summarise
 
@@ -10,7 +10,7 @@ DASH = "–"  # noqa: RUF001
 
 def test_both_runs_stand_side_by_side_with_their_ratio() -> None:
     settings = make_settings(workers=1, epochs=1, burst_rounds=[1])
-    records = [
+    records: list[Record] = [
         one_round("fixed", 1, latency_s=0.02, probes=14, missing=1),
         one_epoch("fixed", 1, metric=0.8, train_s=12.0),
         one_round("adaptive", 1, latency_s=0.005, probes=3, missing=4),
@@ -49,7 +49,7 @@ def test_what_is_not_known_is_a_dash() -> None:
 
 def test_the_label_says_that_lower_is_better_and_no_is_loud() -> None:
     settings = make_settings(workers=2, epochs=1, burst_rounds=[])
-    records = [
+    records: list[Record] = [
         one_epoch("adaptive", 1, 0, metric_name="perplexity", digest="x"),
         one_epoch("adaptive", 1, 1, metric_name="perplexity", digest="y"),
     ]

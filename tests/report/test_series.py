@@ -1,7 +1,7 @@
 """Records sorted, and turned into series over steps."""
 
 from report.synthetic import one_check, one_epoch, one_round
-
+from tailbound.records import Record
 from tailbound.report import series
 
 
@@ -9,7 +9,9 @@ def test_records_are_sorted_by_run_and_kind_and_the_way_back_is_left_out() -> No
     there, back = one_round("a", 1), one_round("a", 1, direction="back")
     check, epoch = one_check("b", 1), one_epoch("a", 1)
 
-    runs = series.gather(iter([there, back, check, epoch]))
+    records: list[Record] = [there, back, check, epoch]
+
+    runs = series.gather(iter(records))
 
     assert runs == {
         "a": series.RunRecords(way_in=[there], epochs=[epoch]),

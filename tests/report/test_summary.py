@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from report.synthetic import make_settings, one_check, one_epoch, one_round
 
+from report.synthetic import make_settings, one_check, one_epoch, one_round
 from tailbound.errors import ConfigError
 from tailbound.records import Record
 from tailbound.report.summary import (

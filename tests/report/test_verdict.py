@@ -1,7 +1,6 @@
 """What came out of a run, in words."""
 
 from report.synthetic import make_settings, one_epoch, one_round
-
 from tailbound.records import Record
 from tailbound.report.summary import Summary, summarise
 from tailbound.report.verdict import headline, warnings
@@ -158,5 +157,20 @@ def test_a_burst_round_without_time_is_not_divided_by() -> None:
     )
 
     assert summary.ratio.burst == [None]
+    assert summary.ratio.mean is None
     assert "0.00 ms (0 %) were 0 round trips and 0.00 ms were bytes" in summary.verdict
     assert headline(summary) == "The runs left too little to compare"
+
+
+def test_a_ratio_of_zero_is_not_put_into_words() -> None:
+    summary = make_summary(
+        one_round("fixed", 1, latency_s=0.0),
+        one_round("adaptive", 1),
+        one_epoch("fixed", 1, metric=0.0, metric_name="perplexity", train_s=0.0),
+        one_epoch("adaptive", 1, metric=2.0, metric_name="perplexity"),
+    )
+
+    assert (summary.ratio.mean, summary.ratio.metric_kept) == (0.0, 0.0)
+    assert headline(summary) == "The runs left too little to compare"
+    assert "perplexity" not in summary.verdict
+    assert "Training took" not in summary.verdict

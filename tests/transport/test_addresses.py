@@ -3,11 +3,11 @@
 import errno
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from tailbound.errors import ConfigError, UnreachableError
-from tailbound.transport import addresses
 from tailbound.transport.addresses import (
     host_of,
     listen,
@@ -61,7 +61,7 @@ def test_S19_the_route_decides_and_not_the_hosts_own_name(
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
-    monkeypatch.setattr(addresses.socket, "socket", RoutedSocket)
+    monkeypatch.setattr(socket, "socket", RoutedSocket)
 
     assert resolve_bind(None, "192.0.2.10") == "10.7.0.3"
 
@@ -69,7 +69,7 @@ def test_S19_the_route_decides_and_not_the_hosts_own_name(
 def test_no_route_is_an_error_that_names_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(addresses.socket, "socket", RoutelessSocket)
+    monkeypatch.setattr(socket, "socket", RoutelessSocket)
 
     with pytest.raises(UnreachableError) as caught:
         route_address("192.0.2.10")
@@ -278,7 +278,7 @@ def test_a_bind_that_the_kernel_refuses_is_explained(
         def bind(self, address: object) -> None:
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(addresses.socket, "socket", Refused)
+    monkeypatch.setattr(socket, "socket", Refused)
 
     with pytest.raises(ConfigError) as caught:
         listen("127.0.0.1", 80)
@@ -287,7 +287,7 @@ def test_a_bind_that_the_kernel_refuses_is_explained(
 
 
 def test_a_machine_without_ipv6_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses.socket, "socket", IPv6lessSocket)
+    monkeypatch.setattr(socket, "socket", IPv6lessSocket)
 
     with pytest.raises(ConfigError) as caught:
         listen("::1")
@@ -303,7 +303,7 @@ def test_a_machine_without_ipv6_has_no_list_of_addresses(
     def absent(*_: object, **__: object) -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(addresses.Path, "read_text", absent)
+    monkeypatch.setattr(Path, "read_text", absent)
 
     with pytest.raises(ConfigError, match="interface lo has no IPv6 address"):
         resolve_bind("lo", "::1")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tailbound.transport import batching
 from tailbound.transport.batching import (
     Batching,
     probe_batching,
+    probe_loopback,
     segment_ancillary,
     self_test,
 )
@@ -100,12 +100,8 @@ def test_no_loopback_means_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         def bind(self, address: object) -> None:
             raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
-    monkeypatch.setattr(batching.socket, "socket", Bare)
-    probe_batching.__globals__["_probe_once"].cache_clear()
-    try:
-        found = probe_batching("127.0.0.1")
-    finally:
-        probe_batching.__globals__["_probe_once"].cache_clear()
+    monkeypatch.setattr(socket, "socket", Bare)
+    found = probe_loopback(socket.AF_INET)
 
     assert (found.gso, found.gro) == (False, False)
     assert found.reason.startswith("no loopback socket: ")

@@ -132,11 +132,10 @@ def text(path: Path | None = None, *, context: int) -> Dataset:
     Raises:
         ConfigError: the file cannot be read or is too short.
     """
-    tokens = torch.from_numpy(
-        standard_library_source()
-        if path is None
-        else read_bytes(path, expected="a text file")
-    )
+    if path is None:
+        tokens = python_source(Path(sysconfig.get_paths()["stdlib"]))
+    else:
+        tokens = read_bytes(path, expected="a text file")
     num_test = min(len(tokens) // 10, HELD_OUT_BYTES)
     if num_test <= context:
         raise ConfigError(
@@ -158,13 +157,12 @@ def windows(tokens: Tensor, context: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def standard_library_source() -> npt.NDArray[np.uint8]:
-    """The first ``TEXT_BYTES`` of this Python's top-level modules, by name.
+def python_source(folder: Path) -> Tensor:
+    """The first ``TEXT_BYTES`` of a folder's Python modules, by name, uint8.
 
     Raises:
-        ConfigError: this Python comes without its source.
+        ConfigError: the folder holds less than that.
     """
-    folder = Path(sysconfig.get_paths()["stdlib"])
     source = bytearray()
     for path in sorted(folder.glob("*.py")):
         if len(source) >= TEXT_BYTES:
@@ -175,7 +173,7 @@ def standard_library_source() -> npt.NDArray[np.uint8]:
             f"{folder} holds {len(source)} bytes of Python source, the text task's "
             f"default needs {TEXT_BYTES}; give a text file of your own"
         )
-    return np.frombuffer(source, dtype=np.uint8)[:TEXT_BYTES]
+    return torch.frombuffer(source, dtype=torch.uint8)[:TEXT_BYTES]
 
 
 def cifar10(folder: Path) -> Dataset:
@@ -208,12 +206,12 @@ def read_cifar10(path: Path) -> tuple[Tensor, Tensor]:
     """
     form = f"rows of {CIFAR10_ROW_BYTES} bytes of CIFAR-10's binary version"
     data = read_bytes(path, expected=form)
-    if len(data) == 0 or len(data) % CIFAR10_ROW_BYTES:
+    if len(data) % CIFAR10_ROW_BYTES:
         raise ConfigError(
-            f"{path} has {len(data)} bytes, which are no whole {form}; "
+            f"{path} has {len(data)} bytes, expected whole {form}; "
             "is the download complete?"
         )
-    rows = torch.from_numpy(data).view(-1, CIFAR10_ROW_BYTES)
+    rows = data.view(-1, CIFAR10_ROW_BYTES)
     labels, pixels = rows[:, 0], rows[:, 1:]
     if int(labels.max()) > 9:
         raise ConfigError(
@@ -222,18 +220,21 @@ def read_cifar10(path: Path) -> tuple[Tensor, Tensor]:
     return pixels.reshape(-1, 3, 32, 32), labels.clone()
 
 
-def read_bytes(path: Path, *, expected: str) -> npt.NDArray[np.uint8]:
-    """Read a whole file.
+def read_bytes(path: Path, *, expected: str) -> Tensor:
+    """Read a whole file as uint8.
 
     Raises:
-        ConfigError: it cannot be read; says what was expected there.
+        ConfigError: it cannot be read or is empty; says what was expected there.
     """
     try:
-        return np.frombuffer(bytearray(path.read_bytes()), dtype=np.uint8)
+        data = bytearray(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"cannot read {path} ({error.strerror}); expected {expected}"
         ) from error
+    if not data:
+        raise ConfigError(f"{path} is empty; expected {expected}")
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def cached(path: Path, names: tuple[str, ...], *, make: Callable[[], Arrays]) -> Arrays:
@@ -242,8 +243,8 @@ def cached(path: Path, names: tuple[str, ...], *, make: Callable[[], Arrays]) ->
     It appears whole or not at all, so several ranks may make it at once.
 
     Raises:
-        ConfigError: the file is not an ``.npz`` of these arrays, or the folder cannot be
-            read or written.
+        ConfigError: the file is not an ``.npz`` of these arrays, or the folder cannot
+            be read or written.
     """
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -9,6 +9,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -153,14 +154,13 @@ def _check_batching() -> list[Check]:
     gso, gro, reason = probe_batching()
     remedy = "Linux 5.0 or later outside an emulated kernel (gVisor) has it"
     return [
-        Check("batched send", "ok", "UDP_SEGMENT passes its self-test")
-        if gso
-        else Check("batched send", "slow", f"one datagram a call ({reason})", remedy),
-        Check("batched receive", "ok", "UDP_GRO passes its self-test")
-        if gro
-        else Check(
-            "batched receive", "slow", f"one datagram a call ({reason})", remedy
-        ),
+        Check(name, "ok", f"{option} passes its self-test")
+        if works
+        else Check(name, "slow", f"one datagram a call ({reason})", remedy)
+        for name, option, works in (
+            ("batched send", "UDP_SEGMENT", gso),
+            ("batched receive", "UDP_GRO", gro),
+        )
     ]
 
 
@@ -194,9 +194,26 @@ def judge_queue(
 def _check_loopback() -> Check:
     gso, gro, _ = probe_batching()
     plain = _pump_bytes_per_s(batching=False)
-    if not (gso and gro):
+    batched = _pump_bytes_per_s(batching=True) if gso and gro else None
+    return judge_loopback(plain, batched)
+
+
+def judge_loopback(plain: float, batched: float | None) -> Check:
+    """Compare the rates, in bytes per second, of both ends in one process.
+
+    Args:
+        plain: one datagram a call.
+        batched: 44 datagrams a call; None if the kernel cannot.
+    """
+    if not plain:
+        return Check(
+            "loopback",
+            "broken",
+            "UDP from 127.0.0.1 to itself does not get through",
+            "iptables -I INPUT -i lo -j ACCEPT",
+        )
+    if batched is None:
         return Check("loopback", "slow", f"{plain / 1e9:.2f} GB/s, not batched")
-    batched = _pump_bytes_per_s(batching=True)
     detail = (
         f"{batched / 1e9:.2f} GB/s batched, {plain / 1e9:.2f} GB/s plain "
         f"({batched / plain:.1f} times), one process at both ends"
@@ -208,18 +225,22 @@ def _check_loopback() -> Check:
 
 def _pump_bytes_per_s(*, batching: bool) -> float:
     """Send and receive in turn for a tenth of a second."""
-    near = UdpSocket("127.0.0.1", buffer_bytes=QUEUE_BYTES, batching=batching)
-    far = UdpSocket("127.0.0.1", buffer_bytes=QUEUE_BYTES, batching=batching)
-    batch = bytes(44 * _SEGMENT_BYTES)
-    buffer = memoryview(bytearray(65535))
+    batch, buffer = bytes(44 * _SEGMENT_BYTES), memoryview(bytearray(65535))
     moved = 0
-    start_s = time.perf_counter()
-    while (elapsed_s := time.perf_counter() - start_s) < _PUMP_S or not moved:
-        near.send_batch(batch, _SEGMENT_BYTES, far.address)
-        while (received := far.receive_batch(buffer)) is not None:
-            moved += received.num_bytes
-    near.close()
-    far.close()
+    with ExitStack() as stack:
+        near, far = (
+            stack.enter_context(
+                closing(
+                    UdpSocket("127.0.0.1", buffer_bytes=QUEUE_BYTES, batching=batching)
+                )
+            )
+            for _ in range(2)
+        )
+        start_s = time.perf_counter()
+        while (elapsed_s := time.perf_counter() - start_s) < _PUMP_S:
+            near.send_batch(batch, _SEGMENT_BYTES, far.address)
+            while (received := far.receive_batch(buffer)) is not None:
+                moved += received.num_bytes
     return moved / elapsed_s
 
 
@@ -262,7 +283,7 @@ def _check_udp(
     round_trip_s = _round_trip_s(client, timeout_s)
     checks = [
         Check("UDP", "ok", f"{place} comes back"),
-        _judge_round_trip(round_trip_s),
+        judge_round_trip(round_trip_s),
     ]
     header_bytes = 48 if len(client.udp_address) == 4 else 28
     largest = min(mtu, _LARGEST_MTU)
@@ -295,59 +316,45 @@ def _explain_blocked(client: EchoClient, place: str) -> Check:
     port = client.udp_address[1]
     refusals = ", ".join(client.statistics().send_errors)
     if refusals:
-        return Check(
-            "UDP",
-            "broken",
-            f"TCP works, but this machine refuses to send {place} ({refusals})",
-            f"iptables -I OUTPUT -p udp --dport {port} -j ACCEPT",
-        )
-    if client.received_by_server():
-        return Check(
-            "UDP",
-            "broken",
+        detail = f"TCP works, but this machine refuses to send {place} ({refusals})"
+        remedy = f"iptables -I OUTPUT -p udp --dport {port} -j ACCEPT"
+    elif client.received_by_server():
+        detail = (
             f"TCP works and {place} arrives there, but its answers are blocked: open "
-            f"UDP from port {port} in the firewall of this machine",
-            f"iptables -I INPUT -p udp --sport {port} -j ACCEPT",
+            f"UDP from port {port} in the firewall of this machine"
         )
-    return Check(
-        "UDP",
-        "broken",
-        f"TCP works, but {place} is blocked: open UDP port {port} in the firewalls "
-        "there and on the way",
-        f"on that host: iptables -I INPUT -p udp --dport {port} -j ACCEPT",
-    )
+        remedy = f"iptables -I INPUT -p udp --sport {port} -j ACCEPT"
+    else:
+        detail = (
+            f"TCP works, but {place} is blocked: open UDP port {port} in the firewalls "
+            "there and on the way"
+        )
+        remedy = f"on that host: iptables -I INPUT -p udp --dport {port} -j ACCEPT"
+    return Check("UDP", "broken", detail, remedy)
 
 
-def _judge_round_trip(round_trip_s: float) -> Check:
+def judge_round_trip(round_trip_s: float) -> Check:
+    """Judge the median time, in seconds, that a small datagram takes there and back."""
     detail = f"{round_trip_s * 1e3:.3f} ms, median of 20"
     if round_trip_s <= _SLOW_ROUND_TRIP_S:
         return Check("round trip", "ok", detail)
-    return Check(
-        "round trip",
-        "slow",
-        detail,
-        "every repair of lost chunks waits for one; a larger LossBound(p_high=...) "
-        "needs fewer",
-    )
+    remedy = "each repair waits for one; a larger LossBound(p_high=...) needs fewer"
+    return Check("round trip", "slow", detail, remedy)
 
 
 def _judge_size(fitting: int, largest: int) -> Check:
     """Compare the largest packet that came back, in bytes, with the route's MTU."""
     if fitting == largest:
         return Check("packet size", "ok", f"{largest} bytes, unfragmented")
-    if fitting:
-        return Check(
-            "packet size",
-            "broken",
-            f"packets of {largest} bytes, the MTU here, do not come back; {fitting} do",
-            f"tailbound.Transport(mtu={fitting}) on all ranks",
-        )
-    return Check(
-        "packet size",
-        "broken",
-        f"small packets come back, those of {_COMMON_MTUS[-1]} bytes and more do not",
-        "repair the path: a tunnel or firewall on it drops full-sized UDP packets",
+    detail = (
+        f"small packets come back, those of {_COMMON_MTUS[-1]} bytes and more do not"
     )
+    remedy = "repair the path: a tunnel or firewall on it drops full-sized UDP packets"
+    if fitting:
+        detail = f"packets of {largest} bytes, the MTU here, do not come back; "
+        detail += f"{fitting} do"
+        remedy = f"tailbound.Transport(mtu={fitting}) on all ranks"
+    return Check("packet size", "broken", detail, remedy)
 
 
 def _check_loss(
@@ -379,12 +386,7 @@ def judge_loss(came: int, arrived: int, sent: int = _LOSS_DATAGRAMS) -> Check:
     )
     if came == 0:
         return Check("loss", "broken", detail, "repair the network path first")
-    if lost / sent > _SLOW_LOSS_SHARE:
-        return Check(
-            "loss",
-            "slow",
-            detail,
-            "training goes on under loss, each repair costs a round trip; "
-            "look for a full queue or a bad link on the path",
-        )
-    return Check("loss", "ok", detail)
+    if lost / sent <= _SLOW_LOSS_SHARE:
+        return Check("loss", "ok", detail)
+    remedy = "each repair costs a round trip; look for a full queue or a bad link"
+    return Check("loss", "slow", detail, remedy)

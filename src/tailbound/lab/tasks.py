@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tailbound.errors import ConfigError
 from tailbound.lab import datasets, models
 
-TASKS = ("digits", "mnist1d", "text", "cifar10")
+TASKS: tuple[str, ...] = ("digits", "mnist1d", "text", "cifar10")
 
 CONTEXT = 64
 """Characters that the text task's model sees."""
@@ -74,7 +74,7 @@ def load_task(name: str, *, data: Path | None = None) -> "Task":
                 name=name,
                 data=datasets.text(data, context=CONTEXT),
                 make_model=partial(models.CharGPT, context=CONTEXT),
-                make_optimizer=partial(adamw, lr=2e-3),
+                make_optimizer=partial(adamw, lr=3e-3),
                 prepare=as_tokens,
                 metric_name="perplexity",
                 label_smoothing=0.0,

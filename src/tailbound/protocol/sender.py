@@ -106,7 +106,7 @@ class Sender:
         self._deadline_s = now + timeout_s
         self._silence_s = silence_s
         self._first_sent_s: float | None = None
-        self._not_before_s = now
+        self._pause_until_s: float | None = None
         self._probed_s = now
         self._progress_s: float | None = None
         self._num_arrived = 0
@@ -127,7 +127,7 @@ class Sender:
         segment of a kernel batch may be short. Handing out is sending: the caller
         puts the batch into the socket, or keeps it until it can.
         """
-        if self.state is not SenderState.SENDING or now < self._not_before_s:
+        if self.state is not SenderState.SENDING or self._is_pausing(now):
             return None
         segment = self.layout.segment_bytes
         max_bytes = min(max_bytes, self.window.room_bytes)
@@ -162,7 +162,7 @@ class Sender:
         """True if ``next_chunks`` would give a batch."""
         return (
             self.state is SenderState.SENDING
-            and now >= self._not_before_s
+            and not self._is_pausing(now)
             and self.window.room_bytes >= self.layout.segment_bytes
         )
 
@@ -182,6 +182,9 @@ class Sender:
             self.window.on_seen_untrusted(message.sent_bytes)
             return
         arrived_C = unpack_bits_untrusted(message.bits, self.layout.num_chunks)
+        if isinstance(message, Bitmap) and arrived_C.all():
+            # A receiver that has everything says stop, not bitmap.
+            raise PeerProtocolError(self.peer, self.state.value, "a complete bitmap")
         if isinstance(message, Stop):
             self._early_stop = self.state is SenderState.SENDING
             if self.state is SenderState.WAITING:
@@ -198,20 +201,20 @@ class Sender:
         self._note_progress(int(np.count_nonzero(arrived_C)), now)
         self._due_K = self._order_C[~arrived_C[self._order_C]]
         self._position = 0
-        if not len(self._due_K):
-            # A receiver that has everything says stop, not bitmap.
-            raise PeerProtocolError(self.peer, self.state.value, "a complete bitmap")
 
     def timer(self) -> float | None:
         """When ``handle_timer`` or ``next_chunks`` has something to do next."""
         if self.state is SenderState.STOPPED:
             return None
-        if self.state is SenderState.SENDING and self._not_before_s > self._opened_s:
-            return min(self._deadline_s, self._not_before_s)
+        if self.state is SenderState.SENDING and self._pause_until_s is not None:
+            return min(self._deadline_s, self._pause_until_s)
         return self._deadline_s
 
     def handle_timer(self, now: float) -> TailboundError | None:
         """Returns the error that ends the round if its deadline has passed."""
+        if not self._is_pausing(now):
+            # Else timer() would name a time in the past while the window is full.
+            self._pause_until_s = None
         if self.state is SenderState.STOPPED or now < self._deadline_s:
             return None
         num = self.layout.num_chunks
@@ -238,6 +241,9 @@ class Sender:
             early_stop=self._early_stop,
         )
 
+    def _is_pausing(self, now: float) -> bool:
+        return self._pause_until_s is not None and now < self._pause_until_s
+
     def _move(self, event: str) -> None:
         state = TRANSITIONS.get((self.state, event))
         if state is None:
@@ -250,7 +256,7 @@ class Sender:
             self._num_arrived = num_arrived
             self._idle_sends = 0
             self._progress_s = now
-            self._not_before_s = now
+            self._pause_until_s = None
             return
         since = self._opened_s if self._progress_s is None else self._progress_s
         self._idle_sends += 1
@@ -265,4 +271,4 @@ class Sender:
         if self._idle_sends > PATIENT_SENDS:
             # Exponent bounded: the pause is capped after a few doublings anyway.
             pause = FIRST_PAUSE_S * 2.0 ** min(self._idle_sends - PATIENT_SENDS, 10)
-            self._not_before_s = now + min(pause, SLOWEST_REPAIR_S)
+            self._pause_until_s = now + min(pause, SLOWEST_REPAIR_S)

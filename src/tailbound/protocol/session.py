@@ -12,8 +12,25 @@ before training and not as packet loss.
 from collections.abc import Sequence
 from enum import Enum
 
-from tailbound.errors import PeerProtocolError, TailboundError, UnreachableError
-from tailbound.protocol.wire import VERSION, Hello, Refuse, make_ping
+from tailbound.errors import (
+    PeerProtocolError,
+    TailboundError,
+    UnreachableError,
+    WireError,
+)
+from tailbound.protocol.wire import (
+    HEADER_BYTES,
+    MAX_BUCKET_BYTES,
+    MAX_UDP_BYTES,
+    VERSION,
+    BucketSpec,
+    Hello,
+    Refuse,
+    Start,
+    Welcome,
+    make_ping,
+)
+from tailbound.reduction import FORMATS
 
 
 class LinkState(Enum):
@@ -43,6 +60,13 @@ CHECK_TIMEOUT_S = 5.0
 """UDP that lets nothing through for so long counts as blocked (FIELD S16)."""
 FALLBACK_DATAGRAM_BYTES = (1232, 548)
 """Tried below the MTU's size: IPv6's and IPv4's guaranteed minimum packets."""
+MIN_ROOM_BYTES = 8
+"""Data that every datagram has room for: one element of the widest dtype."""
+MTU_RANGE = (576, 65536)
+"""IPv4's guaranteed minimum packet, and Linux's loopback device."""
+MAX_DIMENSIONS = 64
+MAX_WINDOW = 1 << 20
+"""Rounds that the regime detector may average: bounds what it holds."""
 
 
 def next_state(state: LinkState, event: str, *, peer: str) -> LinkState:
@@ -143,14 +167,101 @@ def check_hello(
             there,
             "give every worker its own RANK, or its own server to every job",
         )
-    for bucket in hello.buckets:
-        if len(bucket.names) != len(bucket.shapes) or not bucket.names:
+    return check_metadata(hello)
+
+
+def check_metadata(hello: Hello) -> Refuse | None:
+    """What a server checks of a worker's numbers before it computes with them."""
+    there = f"rank {hello.rank}"
+    for field, value, (low, high) in (
+        ("number of buckets", len(hello.buckets), (1, 65536)),
+        ("mtu", hello.mtu, MTU_RANGE),
+        ("UDP port", hello.udp_port, (0, 65535)),
+        ("LossBound window", hello.bound.window, (1, MAX_WINDOW)),
+    ):
+        if not low <= value <= high:
             return Refuse(
-                "metadata", "a shape per tensor (the server)", there, "report this"
+                field,
+                f"{low} to {high} (the server)",
+                f"{value} ({there})",
+                "change it on every rank",
             )
-        if any(length < 0 for shape in bucket.shapes for length in shape):
-            return Refuse("metadata", "shapes >= 0 (the server)", there, "report this")
+    for bucket in hello.buckets:
+        refusal = check_bucket(bucket, there)
+        if refusal is not None:
+            return refusal
     return None
+
+
+def check_bucket(bucket: BucketSpec, there: str) -> Refuse | None:
+    """Whether a bucket can be cut, summed and named in a bitmap."""
+    if bucket.dtype not in FORMATS:
+        return Refuse(
+            "dtype",
+            f"{', '.join(FORMATS)} (the server)",
+            f"{bucket.dtype} ({there})",
+            "train in one of these",
+        )
+    if len(bucket.names) != len(bucket.shapes):
+        return Refuse(
+            "metadata",
+            "a shape per tensor (the server)",
+            f"{len(bucket.names)} names, {len(bucket.shapes)} shapes ({there})",
+            "report this",
+        )
+    # One by one first: the product of absurd lengths would take hours.
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        if len(shape) > MAX_DIMENSIONS or not all(
+            0 <= length <= MAX_BUCKET_BYTES for length in shape
+        ):
+            return Refuse(
+                "shape",
+                f"{MAX_DIMENSIONS} lengths of 0 to {MAX_BUCKET_BYTES} (the server)",
+                f"{name} {list(shape[:MAX_DIMENSIONS])} ({there})",
+                "report this",
+            )
+    num_bytes = bucket.num_elements * FORMATS[bucket.dtype].sum.itemsize
+    if not 0 < num_bytes <= MAX_BUCKET_BYTES:
+        return Refuse(
+            "bytes of a bucket",
+            f"1 to {MAX_BUCKET_BYTES} (the server)",
+            f"{num_bytes} ({there})",
+            "use smaller buckets, each with an element",
+        )
+    return None
+
+
+def check_welcome_untrusted(welcome: Welcome) -> None:
+    """What a worker checks of the server's answer.
+
+    Raises:
+        WireError: a number that no server says.
+    """
+    low, high = HEADER_BYTES + MIN_ROOM_BYTES, MAX_UDP_BYTES[4]
+    sizes = welcome.ping_bytes
+    if not sizes or list(sizes) != sorted(set(sizes), reverse=True):
+        raise WireError(f"ping sizes {list(sizes)}, not falling")
+    if sizes[0] > high or sizes[-1] < low:
+        raise WireError(f"ping sizes {list(sizes)}, not {low} to {high}")
+    if len(sizes) > 1 + len(FALLBACK_DATAGRAM_BYTES):
+        raise WireError(f"{len(sizes)} ping sizes")
+    if not 0 <= welcome.udp_port <= 65535:
+        raise WireError(f"UDP port {welcome.udp_port}")
+    if welcome.session < 0:
+        raise WireError(f"session {welcome.session}")
+
+
+def check_start_untrusted(start: Start, largest_bytes: int) -> None:
+    """What a worker checks of the agreed size, given the largest ping's.
+
+    Raises:
+        WireError: no element fits, or a full datagram is larger than that ping.
+    """
+    high = largest_bytes - HEADER_BYTES
+    if not MIN_ROOM_BYTES <= start.payload_bytes <= high:
+        raise WireError(
+            f"payload of {start.payload_bytes} bytes, not {MIN_ROOM_BYTES} to {high}"
+        )
 
 
 class UdpCheck:
@@ -169,7 +280,7 @@ class UdpCheck:
     ) -> None:
         self.peer, self.address = peer, address
         self._pings = [make_ping(session, rank, size) for size in sizes]
-        self._largest = sizes[0]
+        self._sizes = sizes
         self._next_s = now
         self._deadline_s = now + min(timeout_s, CHECK_TIMEOUT_S)
         self._both_s: float | None = None
@@ -185,15 +296,29 @@ class UdpCheck:
         self._next_s = now + PING_INTERVAL_S
         return self._pings
 
+    @property
+    def largest_bytes(self) -> int:
+        """The largest ping that is tried."""
+        return self._sizes[0]
+
     def receive_ping(self, num_bytes: int) -> bool:
-        """Note a ping; True if it is larger than those before and must be told."""
-        if num_bytes <= self.seen_bytes:
+        """Note a ping; True if it is larger than those before and must be told.
+
+        A size that is not tried is not noted, for the agreed size is one of these.
+        """
+        if num_bytes <= self.seen_bytes or num_bytes not in self._sizes:
             return False
         self.seen_bytes = num_bytes
         return True
 
-    def receive_seen(self, num_bytes: int) -> None:
-        """The peer told the largest ping that it got."""
+    def receive_seen_untrusted(self, num_bytes: int) -> None:
+        """The peer told the largest ping that it got.
+
+        Raises:
+            WireError: no ping has this size.
+        """
+        if num_bytes not in self._sizes:
+            raise WireError(f"a ping of {num_bytes} bytes, not {list(self._sizes)}")
         self.peer_seen_bytes = max(self.peer_seen_bytes, num_bytes)
 
     def settled_bytes(self, now: float) -> int | None:
@@ -203,12 +328,14 @@ class UdpCheck:
             return None
         if self._both_s is None:
             self._both_s = now
-        if both < self._largest and now < self._both_s + PING_GRACE_S:
+        if both < self._sizes[0] and now < self._both_s + PING_GRACE_S:
             return None
         return both
 
     def timer(self) -> float:
         """When something is due next."""
+        if self.seen_bytes and self.peer_seen_bytes:
+            return self._next_s
         return min(self._next_s, self._deadline_s)
 
     def handle_timer(self, now: float) -> TailboundError | None:

@@ -53,6 +53,8 @@ GATHER_PIECE_BYTES: Final = 1 << 20
 IP_UDP_BYTES: Final = {4: 28, 6: 48}
 """IP and UDP header bytes, by IP version."""
 MAX_UDP_BYTES: Final = {4: 65507, 6: 65487}
+MAX_BUCKET_BYTES: Final = 1 << 34
+"""Cut into the smallest datagrams, its bitmap still fits a control message."""
 
 
 def datagram_bytes(mtu: int, ip_version: int) -> int:
@@ -167,9 +169,17 @@ class Begin(_Message, frozen=True):
     counter: int
     bucket: int
     weight: float
-    """0: I have nothing, no datagram follows."""
+    """0: I have nothing, no datagram follows. Else 1e-30 to 1e30."""
     learning_rate: float | None
     loss_scale: float
+    """1e-30 to 1e30."""
+
+    @property
+    def is_in_range(self) -> bool:
+        """True if sums and quotients with these numbers fit float32."""
+        return (self.weight == 0 or 1e-30 <= self.weight <= 1e30) and (
+            1e-30 <= self.loss_scale <= 1e30
+        )
 
 
 class Mean(_Message, frozen=True):
@@ -285,8 +295,9 @@ def decode_control_untrusted(body: bytes | memoryview) -> Message:
     """
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, ValueError) as error:
-        # ValueError: LossBound checks its own ranges when it is made.
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        # ValueError: LossBound checks its own ranges when it is made. RecursionError:
+        # arrays nested thousands deep in a field that the decoder skips.
         raise WireError(f"not a control message: {error}") from error
 
 
@@ -303,19 +314,16 @@ class ControlReader:
             WireError: the stream cannot be read on; close the connection.
         """
         self._pending += data
-        start = 0
-        try:
-            while len(self._pending) - start >= 4:
-                length = int.from_bytes(self._pending[start : start + 4], "big")
-                if length > MAX_FRAME_BYTES:
-                    raise WireError(f"a control message of {length} bytes")
-                if len(self._pending) - start - 4 < length:
-                    break
-                body = bytes(self._pending[start + 4 : start + 4 + length])
-                start += 4 + length
-                yield decode_control_untrusted(body)
-        finally:
-            del self._pending[:start]
+        while len(self._pending) >= 4:
+            end = 4 + int.from_bytes(self._pending[:4], "big")
+            if end > 4 + MAX_FRAME_BYTES:
+                raise WireError(f"a control message of {end - 4} bytes")
+            if len(self._pending) < end:
+                break
+            body = bytes(self._pending[4:end])
+            # Before the yield: the caller may stop here and feed again later.
+            del self._pending[:end]
+            yield decode_control_untrusted(body)
 
 
 def pack_bits(arrived_C: NDArray[np.bool_]) -> bytes:

@@ -27,7 +27,13 @@ from tailbound.protocol.gather import Gather, cut_pieces
 from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender
-from tailbound.protocol.session import LinkState, UdpCheck, next_state
+from tailbound.protocol.session import (
+    LinkState,
+    UdpCheck,
+    check_start_untrusted,
+    check_welcome_untrusted,
+    next_state,
+)
 from tailbound.protocol.wire import (
     VERSION,
     Begin,
@@ -216,6 +222,7 @@ class WorkerEndpoint(Endpoint):
             case Refuse():
                 self.fail(_refused(message))
             case Welcome():
+                check_welcome_untrusted(message)
                 state.state = next_state(state.state, "agreed", peer=state.name)
                 self.session = message.session
                 state.peer_udp_port = message.udp_port
@@ -230,6 +237,8 @@ class WorkerEndpoint(Endpoint):
                 )
             case Start():
                 state.state = next_state(state.state, "start", peer=state.name)
+                if state.check is not None:
+                    check_start_untrusted(message, state.check.largest_bytes)
                 limits = Limits(message.window_bytes, self._timeout_s, self._silence_s)
                 self._plan = Plan(
                     self._buckets,

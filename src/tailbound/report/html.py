@@ -96,9 +96,9 @@ def opening(summary: Summary) -> Iterator[str]:
     yield from (
         f'<p class="warning">{prose(warning)}</p>' for warning in warnings_of(summary)
     )
-    yield '<div class="tiles">'
-    yield from tiles(summary)
-    yield "</div>"
+    ratios = "".join(tiles(summary))
+    if ratios:
+        yield f'<div class="tiles">{ratios}</div>'
     sentences = lead(summary)
     if sentences:
         yield f'<p class="verdict">{prose(" ".join(sentences))}</p>'

@@ -39,14 +39,13 @@ def gather(records: Iterable[Record]) -> dict[str, RunRecords]:
     runs: dict[str, RunRecords] = {}
     for record in records:
         run = runs.setdefault(record.run, RunRecords())
-        match record:
-            case RoundReport():
-                if record.direction == "in":
-                    run.way_in.append(record)
-            case StepReport():
-                run.steps.append(record)
-            case EpochReport():
-                run.epochs.append(record)
+        if isinstance(record, RoundReport):
+            if record.direction == "in":
+                run.way_in.append(record)
+        elif isinstance(record, StepReport):
+            run.steps.append(record)
+        else:
+            run.epochs.append(record)
     return runs
 
 

@@ -15,7 +15,6 @@ section{margin-top:52px}
 .warning{margin:0 0 12px;padding:10px 14px;border-left:4px solid var(--fixed);
   background:var(--critical)}
 .tiles{display:grid;grid-template-columns:repeat(4,1fr);gap:12px}
-.tiles:empty{display:none}
 .tile{display:flex;flex-direction:column;padding:12px 14px;
   border:1px solid var(--rule);border-radius:8px}
 .tile .label{color:var(--muted);font-size:.8125rem}

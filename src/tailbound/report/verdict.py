@@ -57,7 +57,7 @@ def headline(summary: Summary) -> str:
             [a for _, a in pairs]
         )
         return f"Burst rounds were {faster_headline(ratio)}"
-    if summary.ratio.mean is not None:
+    if summary.ratio.mean:
         return f"Rounds were {faster_headline(summary.ratio.mean)}"
     present = [name for name, run in both(summary) if run is not None]
     if len(present) == 1:
@@ -164,7 +164,7 @@ def train_sentence(fixed: RunSummary, adaptive: RunSummary) -> str:
 
 def metric_sentence(fixed: RunSummary, adaptive: RunSummary, kept: float | None) -> str:
     """What the metric was, and how much of it the phase-aware bound kept."""
-    if kept is None:
+    if not kept:
         return ""
     lower = "; lower is better" if fixed.lower_is_better else ""
     change = "as good as" if kept == 1.0 else f"{percent(kept)} of"

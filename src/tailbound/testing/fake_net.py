@@ -4,9 +4,11 @@ No socket and no sleep: time moves to whatever is due next. Everything follows f
 seed, so a failing run is replayed by its seed.
 """
 
+import math
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +16,27 @@ from numpy.typing import NDArray
 from tailbound.config import LossBound
 from tailbound.impairments import Impairments
 from tailbound.protocol.endpoint import Endpoint, Link
-from tailbound.protocol.events import Event, Failed, Gathered, Reduced, Started
+from tailbound.protocol.events import (
+    Ended,
+    Event,
+    Failed,
+    Gathered,
+    Reduced,
+    Started,
+)
 from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import BucketSpec
 from tailbound.protocol.worker import LINK, WorkerEndpoint
 from tailbound.testing.impaired_path import Batch, ImpairedPath
 
+E = TypeVar("E", Started, Reduced, Gathered)
+T = TypeVar("T")
+
 BATCH_BYTES = 65535
 MAX_SEGMENTS = 64
-MAX_IDLE_TURNS = 10_000_000
-"""Bounds a run that makes no progress, rather than letting a test hang."""
+MAX_IDLE_TURNS = 8
+"""Turns in a row in which nothing moves, the clock included: a machine whose timer is
+due has nothing to do then, and a real driver would spin at full CPU."""
 
 
 @dataclass(slots=True)
@@ -33,8 +46,10 @@ class Station:
     endpoint: Endpoint
     paths: dict[int, ImpairedPath]
     events: deque[Event] = field(default_factory=deque)
-    cut: bool = False
-    """Datagrams towards this endpoint vanish; control still passes."""
+    cut: set[int] = field(default_factory=set)
+    """Links whose datagrams towards this endpoint vanish; control still passes."""
+    is_dead: bool = False
+    """Its process is gone."""
 
 
 class FakeNet:
@@ -42,39 +57,60 @@ class FakeNet:
 
     Args:
         world_size: workers.
-        buckets: what they reduce.
-        bound: their loss bound.
+        buckets: what they reduce; per worker if it is a list.
+        bound: their loss bound; per worker if it is a list.
         to_server: what happens to what the server receives.
         to_worker: what happens to what the workers receive.
         seed: of every draw.
-        mtu: bytes of an IP packet on every link.
+        mtu: bytes of an IP packet; per worker if it is a list.
+        max_datagram_bytes: larger UDP payloads vanish on the way, as on a path whose
+            routers carry less than both ends believe.
+        window_bytes: what a receiver's queue holds.
         timeout_s: see ``Transport``; virtual seconds.
-        first_counter: counter of the first round, to test its wrap-around.
+        silence_s: see ``Transport``; virtual seconds.
+        join_timeout_s: how long the workers may take to join; None: timeout_s.
+        first_counter: counter of the first round, to test its wrap-around; per worker
+            if it is a list, and the server then has the first worker's.
+        absent: ranks that never join.
+        tick_s: the clock stops at multiples of it only, so what is due in between is
+            delivered together, as to a process that wakes up so often. 0: exact times.
     """
 
     def __init__(
         self,
         world_size: int,
-        buckets: tuple[BucketSpec, ...],
-        bound: LossBound,
+        buckets: tuple[BucketSpec, ...] | list[tuple[BucketSpec, ...]],
+        bound: LossBound | list[LossBound],
         *,
         to_server: Impairments | None = None,
         to_worker: Impairments | None = None,
         seed: int = 0,
-        mtu: int = 1500,
+        mtu: int | list[int] = 1500,
+        max_datagram_bytes: int = 65507,
         window_bytes: int = 1 << 22,
         timeout_s: float = 600.0,
         silence_s: float = 300.0,
-        first_counter: int = 1,
+        join_timeout_s: float | None = None,
+        first_counter: int | list[int] = 1,
+        absent: Sequence[int] = (),
+        tick_s: float = 0.0,
     ) -> None:
         self.now = 0.0
+        self.on_turn: Callable[[], None] = _do_nothing
+        """Called in every turn, before anything is delivered."""
+        self._tick_s = tick_s
+        self._max_datagram_bytes = max_datagram_bytes
+        self._out = memoryview(bytearray(BATCH_BYTES))
+        self._idle_turns = 0
+        first_counter_W = _per_worker(first_counter, world_size)
         self.server = ServerEndpoint(
             world_size,
             session=seed + 1,
             now=0.0,
             timeout_s=timeout_s,
             silence_s=silence_s,
-            first_counter=first_counter,
+            join_timeout_s=join_timeout_s,
+            first_counter=first_counter_W[0],
         )
         rng = np.random.default_rng(seed)
         up, down = to_server or Impairments(), to_worker or Impairments()
@@ -87,32 +123,45 @@ class FakeNet:
         )
         self.workers: list[WorkerEndpoint] = []
         self._workers: list[Station] = []
+        buckets_W = _per_worker(buckets, world_size)
+        bound_W = _per_worker(bound, world_size)
+        mtu_W = _per_worker(mtu, world_size)
         for rank, own in enumerate(rng.spawn(world_size)):
             worker = WorkerEndpoint(
                 rank,
                 world_size,
-                buckets,
-                bound,
+                buckets_W[rank],
+                bound_W[rank],
                 timeout_s=timeout_s,
                 silence_s=silence_s,
-                first_counter=first_counter,
+                first_counter=first_counter_W[rank],
             )
             self.workers.append(worker)
-            self._workers.append(Station(worker, {LINK: ImpairedPath(down, own)}))
-            for endpoint, number in ((self.server, rank), (worker, LINK)):
-                link = Link(-1, "a new connection", f"fake {rank}")
-                link.mtu, link.window_bytes = mtu, window_bytes
-                link.udp_port = link.peer_udp_port = 1 + rank
-                if isinstance(endpoint, ServerEndpoint):
-                    endpoint.accept(number, link)
-                else:
-                    endpoint.connect(link, 0.0)
+            station = Station(worker, {LINK: ImpairedPath(down, own)})
+            station.is_dead = rank in absent
+            self._workers.append(station)
+            if station.is_dead:
+                continue
+            server_link, worker_link = (
+                Link(
+                    -1,
+                    "a new connection",
+                    f"fake {rank}",
+                    udp_port=1 + rank,
+                    peer_udp_port=1 + rank,
+                    mtu=mtu_W[rank],
+                    window_bytes=window_bytes,
+                )
+                for _ in range(2)
+            )
+            self.server.accept(rank, server_link)
+            worker.connect(worker_link, 0.0)
 
     # -- what a test does ------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self) -> list[Started]:
         """Run the handshake until every rank has started."""
-        self._run_until(Started)
+        return self.run_until(Started)
 
     def all_reduce(
         self, grad_WN: list[NDArray[Any]], weight_W: list[float]
@@ -120,22 +169,69 @@ class FakeNet:
         """One round; each worker's array holds the mean afterwards."""
         for worker, grad_N, weight in zip(self.workers, grad_WN, weight_W, strict=True):
             worker.all_reduce(grad_N, weight, self.now)
-        events = self._run_until(Reduced)
-        return [event for event in events if isinstance(event, Reduced)]
+        return self.run_until(Reduced)
 
     def all_gather(self, data_W: list[bytes]) -> list[Gathered]:
         """One all-gather."""
         for worker, data in zip(self.workers, data_W, strict=True):
             worker.all_gather(data)
-        events = self._run_until(Gathered)
-        return [event for event in events if isinstance(event, Gathered)]
+        return self.run_until(Gathered)
 
-    def cut_udp(self, *, to_server: bool = False, to_rank: int | None = None) -> None:
-        """From now on datagrams in this direction vanish."""
-        if to_server:
-            self._server.cut = True
-        if to_rank is not None:
-            self._workers[to_rank].cut = True
+    def close(self) -> None:
+        """Every worker says goodbye; run until the server has ended."""
+        for worker in self.workers:
+            worker.close()
+        while not any(isinstance(event, Ended) for event in self._server.events):
+            if self.server.error is not None:
+                raise self.server.error
+            if not self.turn():
+                raise AssertionError(f"the server did not end by {self.now} s")
+
+    def run_until(self, kind: type[E], ranks: Iterable[int] | None = None) -> list[E]:
+        """Turn until these workers have an event of this kind, by default all.
+
+        Returns:
+            Their events, in the order of ``ranks``.
+
+        Raises:
+            TailboundError: one of them failed.
+            AssertionError: nothing is due any more, or the machines spin.
+        """
+        waiting = list(range(len(self.workers)) if ranks is None else ranks)
+        found: dict[int, E] = {}
+        is_alive = True
+        while is_alive:
+            is_alive = self.turn()
+            for rank in waiting:
+                events = self._workers[rank].events
+                while rank not in found and events:
+                    event = events.popleft()
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, kind):
+                        found[rank] = event
+            if len(found) == len(waiting):
+                return [found[rank] for rank in waiting]
+        raise AssertionError(f"no {kind.__name__} on every worker by {self.now} s")
+
+    def run_for(self, duration_s: float) -> None:
+        """Let virtual seconds pass, or as many as something is due in."""
+        stop_s = self.now + duration_s
+        while self.now < stop_s and self.turn():
+            pass
+
+    def cut_udp(
+        self, *, from_ranks: Iterable[int] = (), to_ranks: Iterable[int] = ()
+    ) -> None:
+        """From now on datagrams from or to these workers vanish."""
+        self._server.cut.update(from_ranks)
+        for rank in to_ranks:
+            self._workers[rank].cut.add(LINK)
+
+    def kill(self, rank: int) -> None:
+        """End a worker's process; the server sees its connection close."""
+        self._workers[rank].is_dead = True
+        self.server.lose_link(rank, "its connection closed", self.now)
 
     def inject(self, rank: int, data: bytes, *, to_server: bool = True) -> None:
         """Put a datagram of anyone's making onto a link, past the impairments."""
@@ -151,13 +247,20 @@ class FakeNet:
         Returns:
             False if nothing is due ever again.
         """
-        stations = [self._server, *self._workers]
-        while self._exchange() | any([self._deliver(station) for station in stations]):
-            pass
-        times = [time for station in stations for time in self._times(station)]
-        if not times:
+        self.on_turn()
+        stations = [s for s in (self._server, *self._workers) if not s.is_dead]
+        moved = False
+        while self._exchange() | self._deliver_all(stations):
+            moved = True
+        next_s = min((self._next_s(station) for station in stations), default=math.inf)
+        if next_s == math.inf:
             return False
-        self.now = max(self.now, min(times))
+        if self._tick_s:
+            next_s = math.ceil(next_s / self._tick_s) * self._tick_s
+        self._idle_turns = 0 if moved or next_s > self.now else self._idle_turns + 1
+        if self._idle_turns > MAX_IDLE_TURNS:
+            raise AssertionError(f"a timer is due at {next_s} s with nothing to do")
+        self.now = max(self.now, next_s)
         for station in stations:
             due = station.endpoint.timer()
             if due is not None and due <= self.now:
@@ -166,30 +269,13 @@ class FakeNet:
 
     # -- inside ----------------------------------------------------------------
 
-    def _run_until(self, kind: type[Event]) -> list[Event]:
-        """Turn until every worker has an event of this kind, in rank order."""
-        found: list[Event | None] = [None] * len(self._workers)
-        for _ in range(MAX_IDLE_TURNS):
-            alive = self.turn()
-            for rank, station in enumerate(self._workers):
-                while station.events:
-                    event = station.events.popleft()
-                    if isinstance(event, Failed):
-                        raise event.error
-                    if isinstance(event, kind):
-                        found[rank] = event
-            if all(event is not None for event in found):
-                return [event for event in found if event is not None]
-            if not alive:
-                break
-        raise AssertionError(f"no {kind.__name__} on every worker by {self.now} s")
-
     def _exchange(self) -> bool:
         """Carry what the endpoints have to send onto the paths."""
         moved = False
         for rank, station in enumerate(self._workers):
-            moved |= self._carry(self.server, rank, station, LINK)
-            moved |= self._carry(station.endpoint, LINK, self._server, rank)
+            if not station.is_dead:
+                moved |= self._carry(self.server, rank, station, LINK)
+                moved |= self._carry(station.endpoint, LINK, self._server, rank)
         return moved
 
     def _carry(self, source: Endpoint, link: int, target: Station, number: int) -> bool:
@@ -197,19 +283,29 @@ class FakeNet:
             return False
         path = target.paths[number]
         moved = False
-        out = memoryview(bytearray(BATCH_BYTES))
         while True:
             while (data := source.next_control(link)) is not None:
                 path.push_control(data, self.now)
                 moved = True
             sent = source.next_datagrams(
-                link, out, self.now, max_segments=MAX_SEGMENTS, max_bytes=BATCH_BYTES
+                link,
+                self._out,
+                self.now,
+                max_segments=MAX_SEGMENTS,
+                max_bytes=BATCH_BYTES,
             )
             if sent is None:
                 return moved
             moved = True
-            if not target.cut:
-                path.push_datagrams(Batch(out, *sent), self.now)
+            fits = min(sent) <= self._max_datagram_bytes
+            if fits and number not in target.cut:
+                path.push_datagrams(Batch(self._out, *sent), self.now)
+
+    def _deliver_all(self, stations: list[Station]) -> bool:
+        moved = False
+        for station in stations:
+            moved |= self._deliver(station)
+        return moved
 
     def _deliver(self, station: Station) -> bool:
         endpoint = station.endpoint
@@ -231,8 +327,17 @@ class FakeNet:
             station.events.append(event)
         return moved
 
-    def _times(self, station: Station) -> list[float]:
+    def _next_s(self, station: Station) -> float:
         dues = [path.next_due_s() for path in station.paths.values()]
-        dues.append(station.endpoint.timer())
         # A pending repair waits for next_datagrams, which the endpoint's timer covers.
-        return [due for due in dues if due is not None and due != float("inf")]
+        dues.append(station.endpoint.timer())
+        return min((due for due in dues if due is not None), default=math.inf)
+
+
+def _per_worker(value: T | list[T], world_size: int) -> list[T]:
+    """One value per worker."""
+    return value if isinstance(value, list) else [value] * world_size
+
+
+def _do_nothing() -> None:
+    """Stand in for a hook that nobody set."""

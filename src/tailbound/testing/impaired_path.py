@@ -4,6 +4,8 @@ The fake network and the real driver hold back arriving datagrams and control by
 the same object, so a loss model means the same in a test and in a demo.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +34,11 @@ class ImpairedPath:
         self.dropped = 0
         """Datagrams that the loss models took."""
 
+    @property
+    def has_control(self) -> bool:
+        """True while control bytes are held back."""
+        return len(self._control) > 0
+
     def push_datagrams(self, batch: Batch, now: float) -> None:
         """Take in a batch; its memory may be reused afterwards."""
         num, rest = divmod(batch.num_bytes, batch.segment_bytes)
@@ -48,7 +55,10 @@ class ImpairedPath:
 
     def pop_datagrams(self, now: float) -> list[Batch]:
         """Batches that are due; hand them on before the control bytes."""
-        return self._datagrams.pop_due(now)
+        batches = self._datagrams.pop_due(now)
+        if self._impairments.has_constant_delay or len(batches) < 2:
+            return batches
+        return list(_joined(batches))
 
     def pop_control(self, now: float) -> list[bytes]:
         """Control bytes that are due."""
@@ -82,6 +92,13 @@ class ImpairedPath:
             batch = Batch(flat, num * segment_bytes, segment_bytes)
             self._datagrams.push(now + float(delay_K[0]), batch)
             return
-        for row_B, delay_s in zip(rows_KB, delay_K, strict=True):
+        for row_B, delay_s in zip(rows_KB, delay_K.tolist(), strict=True):
             batch = Batch(row_B.data, segment_bytes, segment_bytes)
-            self._datagrams.push(now + float(delay_s), batch)
+            self._datagrams.push(now + delay_s, batch)
+
+
+def _joined(batches: list[Batch]) -> Iterator[Batch]:
+    """Join neighbours of one size: a batch costs the receiver as much as a datagram."""
+    for size, group in itertools.groupby(batches, lambda batch: batch.segment_bytes):
+        data = b"".join(batch.data for batch in group)
+        yield Batch(memoryview(data), len(data), size)

@@ -35,7 +35,7 @@ class FlatBucket:
         )
         self.flat = torch.zeros(self.spec.num_elements, dtype=dtype)
         sizes = [parameter.numel() for parameter in self._parameters]
-        self._slices = list(self.flat.split(sizes))
+        self._slices: tuple[Tensor, ...] = torch.split(self.flat, sizes)
 
     @property
     def values_N(self) -> NDArray[Any]:

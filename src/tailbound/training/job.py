@@ -194,7 +194,7 @@ class Job:
             raise ConfigError(f"a weight is finite and >= 0, not {weight}")
         if weight == 0.0:
             return
-        (loss if weight == 1.0 else loss * weight).backward()
+        torch.autograd.backward(loss if weight == 1.0 else loss * weight)
         self._weight += weight
         self._loss_sum += weight * float(loss.detach())
 
@@ -297,7 +297,7 @@ class Job:
         compute_s: float,
         exchange_s: float,
     ) -> StepReport:
-        rounds = [
+        rounds: list[RoundReport] = [
             msgspec.structs.replace(report, run=self._run, step=self._step)
             for event in reduced
             for report in event.reports
@@ -326,8 +326,9 @@ class Job:
             loss=self._loss_sum / self._weight if self._weight else None,
         )
         if self._on_record is not None:
-            for record in (*self.rounds, report):
-                self._on_record(record)
+            for round_report in self.rounds:
+                self._on_record(round_report)
+            self._on_record(report)
         return report
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import Store
+from torch.distributed.rendezvous import rendezvous
 
 from tailbound.config import Transport
 from tailbound.errors import ConfigError, UnreachableError
@@ -94,7 +96,7 @@ def _is_one_host(place: Place) -> bool | None:
     return int(local) >= place.world_size
 
 
-def _job_store() -> dist.Store:
+def _job_store() -> Store:
     if dist.is_available() and dist.is_initialized():
         # The only way to the store of an initialised group; torch has kept this name
         # since 1.8, and tests hold it.
@@ -107,5 +109,5 @@ def _job_store() -> dist.Store:
             f"{' and '.join(missing)} not set: start the script with torchrun, or give "
             "Transport(server='host:port') of a running `tailbound serve`"
         )
-    store, _, _ = next(iter(dist.rendezvous("env://")))
+    store, _, _ = next(iter(rendezvous("env://")))
     return store

@@ -180,23 +180,10 @@ def open_bound(host: str, kind: socket.SocketKind, ports: range) -> socket.socke
         ConfigError: the address is not ours, or no port is free.
     """
     family, target = _resolve(host, port=0)
-    try:
-        opened = socket.socket(family, kind)
-    except OSError as error:
-        raise ConfigError(f"cannot bind {host}: {error.strerror}") from error
-    try:
-        opened.setblocking(False)
-        if family == socket.AF_INET6:
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        if kind == socket.SOCK_DGRAM:
-            _forbid_fragments(opened)
-        for port in ports:
-            if _takes(opened, host, (target[0], port, *target[2:])):
-                return opened
-    except BaseException:
-        opened.close()
-        raise
-    opened.close()
+    for port in ports:
+        opened = _maybe_open(family, kind, host, (target[0], port, *target[2:]))
+        if opened is not None:
+            return opened
     protocol, flag = (
         ("TCP", "-ltnp") if kind == socket.SOCK_STREAM else ("UDP", "-uanp")
     )
@@ -230,10 +217,19 @@ def _all_of(ports: range) -> str:
     return f"ports {ports[0]} to {ports[-1]} are all"
 
 
-def _takes(opened: socket.socket, host: str, address: Address) -> bool:
-    """Bind; False if the port is in use."""
-    is_tcp = opened.type == socket.SOCK_STREAM
+def _maybe_open(
+    family: socket.AddressFamily, kind: socket.SocketKind, host: str, address: Address
+) -> socket.socket | None:
+    """Open and bind a socket; None if the port is in use."""
+    is_tcp = kind == socket.SOCK_STREAM
     try:
+        opened = socket.socket(family, kind)
+    except OSError as error:
+        raise ConfigError(f"cannot bind {host}: {error.strerror}") from error
+    try:
+        opened.setblocking(False)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         # A restarted server shall have its port back at once, for which both its old
         # and its new socket need this option. Set before binding to port 0 it may end
         # in a port that cannot be listened on; with UDP two sockets would share one.
@@ -243,19 +239,22 @@ def _takes(opened: socket.socket, host: str, address: Address) -> bool:
         if is_tcp:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.listen(128)
+        else:
+            _forbid_fragments(opened)
     except OSError as error:
+        opened.close()
         if error.errno == errno.EADDRINUSE:
-            return False
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(_not_ours(host)) from error
-        if error.errno in (errno.EACCES, errno.EPERM):
-            raise ConfigError(
-                f"port {address[1]} on {host} needs privileges; choose one above 1023"
-            ) from error
-        raise ConfigError(
-            f"cannot bind {host} port {address[1]}: {error.strerror}"
-        ) from error
-    return True
+            return None
+        raise ConfigError(_explain_bind(error, host, address[1])) from error
+    return opened
+
+
+def _explain_bind(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is not an address of this machine ({_describe_interfaces()})"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"port {port} on {host} needs privileges; choose one above 1023"
+    return f"cannot bind {host} port {port}: {error.strerror}"
 
 
 def _resolve(
@@ -278,10 +277,6 @@ def _parse(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(text)
     except ValueError:
         return None
-
-
-def _not_ours(host: str) -> str:
-    return f"{host} is not an address of this machine ({_describe_interfaces()})"
 
 
 def _interface_address(name: str, family: socket.AddressFamily) -> str:

@@ -52,8 +52,8 @@ def segment_ancillary(segment_bytes: int) -> Ancillary:
     return ((SOL_UDP, UDP_SEGMENT, struct.pack("=H", segment_bytes)),)
 
 
-@functools.cache
-def _probe_once(family: socket.AddressFamily) -> Batching:
+def probe_loopback(family: socket.AddressFamily) -> Batching:
+    """The same, each time anew."""
     try:
         with (
             socket.socket(family, socket.SOCK_DGRAM) as sender,
@@ -64,6 +64,9 @@ def _probe_once(family: socket.AddressFamily) -> Batching:
             return self_test(sender, receiver)
     except OSError as error:
         return Batching(gso=False, gro=False, reason=f"no loopback socket: {error}")
+
+
+_probe_once = functools.cache(probe_loopback)
 
 
 def self_test(sender: socket.socket, receiver: socket.socket) -> Batching:

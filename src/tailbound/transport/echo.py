@@ -30,7 +30,7 @@ _HELLO = re.compile(rb"tailbound-doctor 1 ([0-9a-f]{32})")
 _MAX_CLIENTS = 32
 _MAX_ECHOES = 10_000
 _IDLE_S = 60.0
-_POLL_S = 0.1
+_POLL_S = 0.05
 _DATAGRAMS_A_TURN = 256
 
 

@@ -1,0 +1,5 @@
+"""``python -m tailbound``: the same as the ``tailbound`` command."""
+
+from tailbound.cli import main
+
+main()

@@ -1,0 +1,258 @@
+"""The commands. Heavy imports stand inside each, so that ``--help`` is quick.
+
+A mistake of the user or trouble of the world is one line on standard error and exit
+code 1 (2 for a wrong option); a traceback is a bug of ours. With ``--json`` standard
+output carries exactly one JSON object.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tailbound.errors import TailboundError
+
+if TYPE_CHECKING:
+    from tailbound.lab.demo import Progress
+
+app = typer.Typer(
+    help="Bound both tails of a synchronous PyTorch training step.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def main() -> None:
+    """Entry point of the ``tailbound`` command."""
+    with _one_line():
+        app()
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Turn an expected error into one line and exit code 1."""
+    try:
+        yield
+    except (TailboundError, ValueError, OSError) as error:
+        if isinstance(error, ValueError) and type(error) is ValueError:
+            raise  # not one of ours: a bug
+        print(f"tailbound: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("tailbound: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = (
+        False
+    ),
+) -> None:
+    if version:
+        from tailbound import __version__
+
+        print(f"tailbound {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    task: Annotated[
+        str, typer.Option(help="digits, mnist1d, text or cifar10.")
+    ] = "digits",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text file (text) or folder of binary files (cifar10)."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Within 60 s.")] = False,
+    workers: Annotated[int, typer.Option(help="Worker processes.")] = 3,
+    epochs: Annotated[
+        int | None, typer.Option(help="Epochs of each run; default by task.")
+    ] = None,
+    rtt_ms: Annotated[
+        float, typer.Option(help="Round-trip time in milliseconds.")
+    ] = 1.0,
+    loss: Annotated[float, typer.Option(help="Background loss, 0 to 1.")] = 0.02,
+    burst: Annotated[float, typer.Option(help="Loss in a burst, 0 to 1.")] = 0.7,
+    p_low: Annotated[
+        float, typer.Option(help="Bound of the fixed run and the critical regime.")
+    ] = 0.008,
+    p_high: Annotated[
+        float, typer.Option(help="Bound outside the critical regime.")
+    ] = 0.408,
+    mtu: Annotated[int, typer.Option(help="Bytes of an IP packet.")] = 1500,
+    seed: Annotated[int, typer.Option(help="Of model, data and losses.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder; default runs/demo-<time>.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a real model over a lossy network, twice, and show what the bounds do."""
+    from tailbound.lab.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        task=task,
+        data=data,
+        quick=quick,
+        workers=workers,
+        epochs=epochs,
+        rtt_ms=rtt_ms,
+        loss=loss,
+        burst=burst,
+        p_low=p_low,
+        p_high=p_high,
+        mtu=mtu,
+        seed=seed,
+        out=out,
+    )
+    with _shown_progress() as progress:
+        summary, folder = run_demo(options, progress)
+    if as_json:
+        print(summary.to_json())
+        return
+    from rich.console import Console
+
+    from tailbound.report.table import make_table
+
+    console = Console()
+    console.print(make_table(summary))
+    console.print(f"report: {folder / 'report.html'}", soft_wrap=True)
+
+
+@app.command()
+def serve(
+    workers: Annotated[int, typer.Option(help="Workers of the job.")],
+    bind: Annotated[
+        str, typer.Option(help="Local address, or host:port, to listen on.")
+    ] = "127.0.0.1:29400",
+    mtu: Annotated[int | None, typer.Option(help="Bytes of an IP packet.")] = None,
+    timeout_s: Annotated[
+        float, typer.Option(help="Longest wait for a worker in a round.")
+    ] = 60.0,
+    join_timeout_s: Annotated[
+        float, typer.Option(help="Longest wait for all workers to join.")
+    ] = 3600.0,
+    as_json: Json = False,
+) -> None:
+    """Run the server of a job as a process of its own.
+
+    Workers join with Transport(server="host:port").
+    """
+    import msgspec
+
+    from tailbound.config import Transport, parse_address
+    from tailbound.transport.group import Server
+
+    host, port = parse_address(bind if _has_port(bind) else f"{bind}:29400")
+    transport = Transport(mtu=mtu or "auto", timeout_s=timeout_s)
+    server = Server(
+        workers,
+        host=host,
+        port=port,
+        transport=transport,
+        join_timeout_s=join_timeout_s,
+    )
+    told = f"serving {workers} workers at {server.address}"
+    print(told, file=sys.stderr if as_json else sys.stdout, flush=True)
+    server.run()
+    counters = server.endpoint.counters()
+    if as_json:
+        told_json = {"address": server.address, "datagrams": asdict(counters)}
+        print(msgspec.json.encode(told_json).decode())
+    else:
+        print(
+            f"done: {counters.accepted} datagrams accepted, {counters.stale} stale, "
+            f"{counters.foreign} foreign, {counters.malformed} malformed"
+        )
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="A run folder.")],
+    as_json: Json = False,
+) -> None:
+    """Rebuild summary.json and report.html of a run folder from its records."""
+    from tailbound.report.build import build_report, read_run
+
+    page = build_report(directory)
+    summary = read_run(directory)[0]
+    if as_json:
+        print(summary.to_json())
+        return
+    from rich.console import Console
+
+    from tailbound.report.table import make_table
+
+    console = Console()
+    console.print(make_table(summary))
+    console.print(f"report: {page}", soft_wrap=True)
+
+
+def _has_port(text: str) -> bool:
+    return text.rpartition(":")[2].isdecimal() and (text.count(":") == 1 or "]" in text)
+
+
+@contextmanager
+def _shown_progress() -> "Iterator[Progress]":
+    """Progress bars on standard error; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bars
+
+    from tailbound.lab.demo import Progress
+    from tailbound.records import EpochReport, StepReport
+
+    bars = Bars(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[state]}"),
+        console=Console(stderr=True),
+        redirect_stdout=False,
+    )
+
+    class Shown(Progress):
+        def __init__(self) -> None:
+            self.bar = bars.add_task("starting processes", total=None, state="")
+            self.is_starting = True
+
+        def begin(self, run: str, steps: int) -> None:
+            if self.is_starting:
+                bars.remove_task(self.bar)
+                self.is_starting = False
+            self.bar = bars.add_task(f"{run} bound", total=steps, state="")
+
+        def step(self, run: str, report: StepReport) -> None:
+            regime = "critical" if report.critical else "not critical"
+            bars.update(self.bar, advance=1, state=f"p {report.p:.1%} ({regime})")
+
+        def epoch(self, run: str, report: EpochReport) -> None:
+            if not bars.console.is_terminal:
+                bars.console.print(
+                    f"{run}: epoch {report.epoch}, step {report.step}, "
+                    f"{report.metric_name} {report.metric:.4f}"
+                )
+
+    with bars:
+        yield Shown()
+
+
+if __name__ == "__main__":
+    main()
