@@ -44,6 +44,7 @@ from tailbound.protocol.wire import (
     HEADER_BYTES,
     PING,
     PREFIX_BYTES,
+    VERSION,
     Bitmap,
     ControlReader,
     Fail,
@@ -295,7 +296,7 @@ class Endpoint(ABC):
         except WireError:
             counters.malformed += num
             return
-        if headers_K["kind"][0] == PING:
+        if headers_K["kind"][0] == PING and (headers_K["kind"] == PING).all():
             self._receive_ping(link, headers_K, segment_bytes, now)
             return
         expected = self._expected(link)
@@ -309,7 +310,7 @@ class Endpoint(ABC):
             headers_K["rank"] == state.peer_rank
         )
         if not valid_K.all():
-            self._count_invalid(state, headers_K[~valid_K], expected)
+            self._count_invalid(state, headers_K[~valid_K])
             if not valid_K.any():
                 return
         pair = self._receiver(link, now)
@@ -350,17 +351,13 @@ class Endpoint(ABC):
         else:
             receiver.receive(chunks_K, rows_KE)
 
-    def _count_invalid(
-        self, state: Link, headers_K: NDArray[np.void], expected: RoundKey
-    ) -> None:
+    def _count_invalid(self, state: Link, headers_K: NDArray[np.void]) -> None:
         num = len(headers_K)
-        ours_K = make_header(expected, self.session, state.peer_rank)
-        known_K = (headers_K["version"] == ours_K["version"]) & (
-            headers_K["kind"] <= PING
-        )
+        known_K = (headers_K["version"] == VERSION) & (headers_K["kind"] <= PING)
+        # The rank is -1, and no header's, before the peer said it.
         foreign_K = known_K & (
-            (headers_K["session"] != ours_K["session"])
-            | (headers_K["rank"] != ours_K["rank"])
+            (headers_K["session"] != self.session)
+            | (headers_K["rank"] != state.peer_rank)
         )
         num_known = int(np.count_nonzero(known_K))
         num_foreign = int(np.count_nonzero(foreign_K))
@@ -372,11 +369,15 @@ class Endpoint(ABC):
         self, link: int, headers_K: NDArray[np.void], segment_bytes: int, now: float
     ) -> None:
         state = self.links[link]
-        session_K = headers_K["session"] == self.session
-        state.counters.foreign += int(np.count_nonzero(~session_K))
+        valid_K = (
+            (headers_K["version"] == VERSION)
+            & (headers_K["session"] == self.session)
+            & (headers_K["rank"] == state.peer_rank)
+        )
+        self._count_invalid(state, headers_K[~valid_K])
         if (
             state.check is not None
-            and session_K.any()
+            and valid_K.any()
             and state.check.receive_ping(segment_bytes)
         ):
             state.control.append(PingSeen(segment_bytes))
@@ -386,7 +387,7 @@ class Endpoint(ABC):
         if isinstance(message, PingSeen):
             check = self.links[link].check
             if check is not None:
-                check.receive_seen(message.num_bytes)
+                check.receive_seen_untrusted(message.num_bytes)
         elif isinstance(message, Bitmap | Stop | MarkSeen):
             # Answers of a round that is over are late, not wrong.
             pair = self._sender(link)

@@ -83,20 +83,23 @@ class ServerEndpoint(Endpoint):
     def receive_control(self, link: int, data: bytes | memoryview, now: float) -> None:
         """See Endpoint; a stranger that talks nonsense costs only its own link."""
         state = self.links.get(link)
-        if state is None:
+        if state is None or self.error is not None:
             return
+        if state.peer_rank < 0:
+            try:
+                message = next(state.reader.feed_untrusted(data), None)
+            except WireError:
+                self._drop(link)
+                return
+            if message is None:
+                return
+            if not isinstance(message, Hello):
+                self._drop(link)
+                return
+            self._welcome(link, message, now)
+            data = b""  # what followed the hello waits in the reader
         if state.peer_rank >= 0:
             super().receive_control(link, data, now)
-            return
-        try:
-            for message in state.reader.feed_untrusted(data):
-                if not isinstance(message, Hello):
-                    raise WireError(f"{type(message).__name__} before hello")
-                self._welcome(link, message, now)
-                if self.error is not None:
-                    return
-        except WireError:
-            self._drop(link)
 
     def lose_link(self, link: int, reason: str, now: float) -> None:
         """See Endpoint."""
@@ -123,7 +126,7 @@ class ServerEndpoint(Endpoint):
                 self._collect(number, receiver)
         mean = self._rounds.try_finish(now)
         if mean is not None:
-            for state in self.links.values():
+            for state in self._workers():
                 state.control.append(mean)
 
     def timer(self) -> float | None:
@@ -181,18 +184,17 @@ class ServerEndpoint(Endpoint):
                         f"in round {key.counter}, bucket {key.bucket}",
                         f"round {message.counter}, bucket {message.bucket}",
                     )
-                if not 0 <= message.weight < float("inf"):
-                    raise WireError(f"a weight of {message.weight}")
                 self._rounds.begin(state.peer_rank, message, now)
                 self._check_all_stay()
             case GatherPart():
                 if message.rank != state.peer_rank:
                     raise WireError(f"a gather part of rank {message.rank}")
-                for other in self.links.values():
+                for other in self._workers():
                     other.control.append(message)
             case Bye():
                 state.state = next_state(state.state, "bye", peer=state.name)
-                if all(s.state is LinkState.CLOSED for s in self.links.values()):
+                state.control.append(Bye())
+                if all(s.state is LinkState.CLOSED for s in self._workers()):
                     self._ended = True
                     self._events.append(Ended())
                 else:
@@ -201,6 +203,10 @@ class ServerEndpoint(Endpoint):
                 raise PeerProtocolError(
                     state.name, self._phase(), type(message).__name__
                 )
+
+    def _workers(self) -> list[Link]:
+        """The links that said hello; a stranger may connect at any time."""
+        return [self.links[number] for number in self._hellos]
 
     def _check_all_stay(self) -> None:
         """A round that a departed worker would have to join can never end."""
@@ -221,6 +227,9 @@ class ServerEndpoint(Endpoint):
         first = next(iter(self._hellos.values()), None)
         if refusal is None and first is not None:
             refusal = find_mismatch(first, hello)
+        if refusal is not None and self._rounds is not None:
+            state.control.append(refusal)  # a stray worker does not end a running job
+            return
         if refusal is not None:
             self._refuse(link, refusal)
             return
@@ -270,16 +279,24 @@ class ServerEndpoint(Endpoint):
             for number, hello in self._hellos.items()
         )
         first = next(iter(self._hellos.values()))
-        self._rounds = ServerRounds(
-            Plan(
-                first.buckets,
-                first.bound,
-                room,
-                self.world_size,
-                Limits(window, self._timeout_s, self._silence_s),
-                self._first_counter,
-            )
+        plan = Plan(
+            first.buckets,
+            first.bound,
+            room,
+            self.world_size,
+            Limits(window, self._timeout_s, self._silence_s),
+            self._first_counter,
         )
+        try:
+            self._rounds = ServerRounds(plan)
+        except MemoryError:
+            self.fail(
+                TailboundError(
+                    "the server has no memory for a sum of all gradients; "
+                    "run it on a larger machine"
+                )
+            )
+            return
         for number in list(self.links):
             if number not in self._hellos:
                 self._drop(number)

@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailbound.errors import RoundTimeoutError, TailboundError
+from tailbound.errors import (
+    PeerProtocolError,
+    RoundTimeoutError,
+    TailboundError,
+    WireError,
+)
 from tailbound.protocol.chunks import BucketBytes, send_order
 from tailbound.protocol.events import Direction, RoundKey, peer_name
 from tailbound.protocol.plan import Plan
@@ -78,8 +83,20 @@ class ServerRounds:
         return self._arrival(rank, now).receiver
 
     def begin(self, rank: int, begin: Begin, now: float) -> None:
-        """A worker announced its gradient and its weight."""
-        self._arrival(rank, now).begin = begin
+        """A worker announced its gradient and its weight.
+
+        Raises:
+            WireError: a number is out of range.
+            PeerProtocolError: it has announced this round already.
+        """
+        if not begin.is_in_range:
+            raise WireError(f"weight {begin.weight}, loss scale {begin.loss_scale}")
+        arrival = self._arrival(rank, now)
+        if arrival.begin is not None:
+            raise PeerProtocolError(
+                peer_name(rank), f"in {self.key.describe()}", "Begin twice"
+            )
+        arrival.begin = begin
 
     def sender(self, rank: int) -> tuple[Sender, BucketBytes] | None:
         """The mean's sender to this worker, with the mean, if one is under way."""

@@ -195,6 +195,11 @@ class Mean(_Message, frozen=True):
     ratio: float | None
     verdict: str
 
+    @property
+    def is_in_range(self) -> bool:
+        """True if p is a share and the weight a number."""
+        return 0.0 <= self.p < 1.0 and 0.0 <= self.total_weight < float("inf")
+
 
 class _RoundMessage(_Message, frozen=True):
     counter: int

@@ -11,12 +11,14 @@ from tailbound.errors import (
     HandshakeError,
     PeerProtocolError,
     TailboundError,
+    WireError,
 )
 from tailbound.protocol.chunks import BucketBytes
 from tailbound.protocol.endpoint import Endpoint, Link
 from tailbound.protocol.events import (
     SERVER_RANK,
     Direction,
+    Ended,
     Gathered,
     Reduced,
     RoundKey,
@@ -117,17 +119,26 @@ class WorkerEndpoint(Endpoint):
             values_N: the next bucket's gradient, already multiplied by the weight,
                 contiguous, in the wire dtype. Read until the round ends, and then
                 holds the mean.
-            weight: what is behind it, >= 0; with 0 nothing is sent.
+            weight: what is behind it, 0 or 1e-30 to 1e30; with 0 nothing is sent.
             now: seconds, monotonic.
             learning_rate: for the detector's ``lr_rule``.
-            loss_scale: factor that the gradient carries; the detector divides by it.
+            loss_scale: factor that the gradient carries, 1e-30 to 1e30; the detector
+                divides by it.
 
         Raises:
-            ConfigError: not started, or another round is not over yet.
+            ConfigError: not started, another round is not over yet, or a number is
+                out of range.
             ShapeError: the array is not the bucket.
         """
         if self._plan is None or self._round is not None:
             raise ConfigError("one all-reduce at a time, after the start")
+        key = self._plan.key(self._index, Direction.IN)
+        begin = Begin(key.counter, key.bucket, weight, learning_rate, loss_scale)
+        if not begin.is_in_range:
+            raise ConfigError(
+                "weight is 0 or 1e-30 to 1e30 and loss_scale 1e-30 to 1e30, "
+                f"not {weight} and {loss_scale}"
+            )
         self._round = WorkerRound(
             self._plan,
             self._index,
@@ -138,17 +149,18 @@ class WorkerEndpoint(Endpoint):
             critical=self._critical,
             now=now,
         )
-        key = self._round.key
-        self.links[LINK].control.append(
-            Begin(key.counter, key.bucket, weight, learning_rate, loss_scale)
-        )
+        self.links[LINK].control.append(begin)
 
     def all_gather(self, data: bytes) -> None:
         """Give this rank's bytes; all ranks' come back as a Gathered event."""
         self.links[LINK].control.extend(cut_pieces(self.rank, data))
 
     def close(self) -> None:
-        """Say goodbye; the link is closed once that is sent."""
+        """Say goodbye; the server's answer is an Ended event.
+
+        Only then may the connection be closed: closing with bytes unread resets it,
+        and a reset can overtake the goodbye.
+        """
         link = self.links.get(LINK)
         if link is not None and link.state is LinkState.RUNNING and self.error is None:
             link.state = next_state(link.state, "bye", peer=link.name)
@@ -236,9 +248,10 @@ class WorkerEndpoint(Endpoint):
                     timeout_s=self._timeout_s,
                 )
             case Start():
-                state.state = next_state(state.state, "start", peer=state.name)
-                if state.check is not None:
-                    check_start_untrusted(message, state.check.largest_bytes)
+                running = next_state(state.state, "start", peer=state.name)
+                assert state.check is not None  # made with the welcome
+                check_start_untrusted(message, state.check.largest_bytes)
+                state.state = running
                 limits = Limits(message.window_bytes, self._timeout_s, self._silence_s)
                 self._plan = Plan(
                     self._buckets,
@@ -250,13 +263,15 @@ class WorkerEndpoint(Endpoint):
                 )
                 self._events.append(Started(self._world_size, message.payload_bytes))
             case Mean() if self._round is not None and self._is_open(message):
+                if not message.is_in_range:
+                    raise WireError(f"p {message.p}, weight {message.total_weight}")
                 self._round.receive_mean(message, now)
             case GatherPart():
                 self._gather.receive_untrusted(message)
                 while (parts := self._gather.pop()) is not None:
                     self._events.append(Gathered(parts))
             case Bye():
-                pass  # the server ends when all workers have said goodbye
+                self._events.append(Ended())
             case _:
                 raise PeerProtocolError(
                     state.name, self._phase(), type(message).__name__

@@ -64,6 +64,11 @@ class ImpairedPath:
         """Control bytes that are due."""
         return self._control.pop_due(now)
 
+    @property
+    def holds_control(self) -> bool:
+        """True while control bytes wait for their time."""
+        return len(self._control) > 0
+
     def next_due_s(self) -> float | None:
         """When something is due next."""
         times = (self._datagrams.next_due_s(), self._control.next_due_s())

@@ -283,11 +283,13 @@ class Group:
             return
         if self._events.error is None:
             self._driver.call(self._endpoint.close)
-            if self._server is not None:
-                try:
+            try:
+                self._events.wait(Ended, self._transport.timeout_s, "the goodbye")
+                if self._server is not None:
+                    # The others may still be at work: their server must stay.
                     self._server.wait_ended(2 * self._transport.timeout_s)
-                finally:
-                    self._shut()
+            finally:
+                self._shut()
         self._shut()
 
     def _shut(self) -> None:

@@ -142,6 +142,12 @@ class Conduit:
         return True
 
     @property
+    def holds_control(self) -> bool:
+        """Control bytes were read that the endpoint does not have yet."""
+        delayed = self.path is not None and self.path.holds_control
+        return bool(self.incoming) or delayed
+
+    @property
     def is_blocked(self) -> bool:
         """A batch waits for room in the socket."""
         return bool(self._pending)
@@ -249,7 +255,7 @@ class Station:
             for data in messages:
                 endpoint.receive_control(conduit.number, data, now)
         for conduit in self.conduits.values():
-            if conduit.lost and not conduit.told_lost and not conduit.incoming:
+            if conduit.lost and not conduit.told_lost and not conduit.holds_control:
                 conduit.told_lost = True
                 if conduit.number in endpoint.links:
                     endpoint.lose_link(conduit.number, conduit.lost, now)
