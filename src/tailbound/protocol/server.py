@@ -5,6 +5,7 @@ from tailbound.errors import (
     HandshakeError,
     PeerLostError,
     PeerProtocolError,
+    RoundTimeoutError,
     TailboundError,
     WireError,
 )
@@ -17,6 +18,7 @@ from tailbound.protocol.events import (
     Started,
     peer_name,
 )
+from tailbound.protocol.gather import GatherWatch
 from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender
@@ -66,6 +68,7 @@ class ServerEndpoint(Endpoint):
         self._first_counter = first_counter
         self._hellos: dict[int, Hello] = {}
         self._rounds: ServerRounds | None = None
+        self._gathers = GatherWatch(world_size)
         self._ended = False
         self.dropped: list[int] = []
         """Links that the I/O side must close: they were no workers of this job."""
@@ -131,10 +134,14 @@ class ServerEndpoint(Endpoint):
 
     def timer(self) -> float | None:
         """See Endpoint."""
+        if self.error is not None or self._ended:
+            return None
         times = self._ping_timers()
         if self._rounds is None:
             times.append(self._join_deadline_s)
-        elif (time := self._rounds.timer()) is not None:
+        if self._gathers.opened_s is not None:
+            times.append(self._gathers.opened_s + self._timeout_s)
+        if self._rounds is not None and (time := self._rounds.timer()) is not None:
             times.append(time)
         return min(times, default=None)
 
@@ -144,13 +151,20 @@ class ServerEndpoint(Endpoint):
             return
         self._queue_pings(now)
         if self._rounds is not None:
-            error = self._rounds.handle_timer(now)
+            error = self._rounds.handle_timer(now) or self._late_gather(now)
             if error is not None:
                 self.fail(error)
         elif now >= self._join_deadline_s:
             self.fail(self._not_all_here())
         else:
             self._try_start(now)
+
+    def _late_gather(self, now: float) -> TailboundError | None:
+        opened_s = self._gathers.opened_s
+        if opened_s is None or now < opened_s + self._timeout_s:
+            return None
+        names = ", ".join(peer_name(rank) for rank in self._gathers.late_ranks)
+        return RoundTimeoutError(names, "an all-gather", 0, 0, now - opened_s)
 
     def _not_all_here(self) -> TailboundError:
         here = {hello.rank for hello in self._hellos.values()}
@@ -189,6 +203,8 @@ class ServerEndpoint(Endpoint):
             case GatherPart():
                 if message.rank != state.peer_rank:
                     raise WireError(f"a gather part of rank {message.rank}")
+                self._gathers.receive_untrusted(message, now)
+                self._check_all_stay()
                 for other in self._workers():
                     other.control.append(message)
             case Bye():
@@ -209,8 +225,9 @@ class ServerEndpoint(Endpoint):
         return [self.links[number] for number in self._hellos]
 
     def _check_all_stay(self) -> None:
-        """A round that a departed worker would have to join can never end."""
-        if self._rounds is None or not self._rounds.open_ranks:
+        """What a departed worker would have to join can never end."""
+        is_round_open = self._rounds is not None and self._rounds.open_ranks
+        if not is_round_open and self._gathers.opened_s is None:
             return
         gone = tuple(
             state.name

@@ -196,6 +196,8 @@ class WorkerEndpoint(Endpoint):
 
     def timer(self) -> float | None:
         """See Endpoint."""
+        if self.error is not None:
+            return None
         times = self._ping_timers()
         if self._round is not None and (time := self._round.timer()) is not None:
             times.append(time)

@@ -181,11 +181,14 @@ class FakeNet:
         """Every worker says goodbye; run until the server has ended."""
         for worker in self.workers:
             worker.close()
-        while not any(isinstance(event, Ended) for event in self._server.events):
+        is_alive = True
+        while is_alive:
+            is_alive = self.turn()
             if self.server.error is not None:
                 raise self.server.error
-            if not self.turn():
-                raise AssertionError(f"the server did not end by {self.now} s")
+            if any(isinstance(event, Ended) for event in self._server.events):
+                return
+        raise AssertionError(f"the server did not end by {self.now} s")
 
     def run_until(self, kind: type[E], ranks: Iterable[int] | None = None) -> list[E]:
         """Turn until these workers have an event of this kind, by default all.
@@ -215,10 +218,11 @@ class FakeNet:
         raise AssertionError(f"no {kind.__name__} on every worker by {self.now} s")
 
     def run_for(self, duration_s: float) -> None:
-        """Let virtual seconds pass, or as many as something is due in."""
+        """Let virtual seconds pass, whatever happens in them."""
         stop_s = self.now + duration_s
-        while self.now < stop_s and self.turn():
-            pass
+        while self.now < stop_s:
+            self._turn(stop_s)
+        self.deliver()
 
     def cut_udp(
         self, *, from_ranks: Iterable[int] = (), to_ranks: Iterable[int] = ()
@@ -241,18 +245,33 @@ class FakeNet:
             number, memoryview(data), len(data), len(data), self.now
         )
 
+    def deliver(self) -> bool:
+        """Let everything due at ``now`` happen; the clock stands.
+
+        Returns:
+            True if anything moved.
+        """
+        self.on_turn()
+        moved = False
+        while self._exchange() | self._deliver_all(self._living()):
+            moved = True
+        return moved
+
     def turn(self) -> bool:
         """Let everything due at ``now`` happen, then move the clock.
 
         Returns:
             False if nothing is due ever again.
         """
-        self.on_turn()
-        stations = [s for s in (self._server, *self._workers) if not s.is_dead]
-        moved = False
-        while self._exchange() | self._deliver_all(stations):
-            moved = True
-        next_s = min((self._next_s(station) for station in stations), default=math.inf)
+        return self._turn(math.inf)
+
+    # -- inside ----------------------------------------------------------------
+
+    def _turn(self, stop_s: float) -> bool:
+        """See turn; the clock moves to ``stop_s`` at most."""
+        moved = self.deliver()
+        stations = self._living()
+        next_s = min(stop_s, *(self._next_s(station) for station in stations))
         if next_s == math.inf:
             return False
         if self._tick_s:
@@ -267,7 +286,8 @@ class FakeNet:
                 station.endpoint.handle_timer(self.now)
         return True
 
-    # -- inside ----------------------------------------------------------------
+    def _living(self) -> list[Station]:
+        return [s for s in (self._server, *self._workers) if not s.is_dead]
 
     def _exchange(self) -> bool:
         """Carry what the endpoints have to send onto the paths."""

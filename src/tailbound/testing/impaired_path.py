@@ -34,11 +34,6 @@ class ImpairedPath:
         self.dropped = 0
         """Datagrams that the loss models took."""
 
-    @property
-    def has_control(self) -> bool:
-        """True while control bytes are held back."""
-        return len(self._control) > 0
-
     def push_datagrams(self, batch: Batch, now: float) -> None:
         """Take in a batch; its memory may be reused afterwards."""
         num, rest = divmod(batch.num_bytes, batch.segment_bytes)
