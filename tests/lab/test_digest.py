@@ -13,7 +13,7 @@ def linear(*weights: float) -> nn.Module:
 
 
 def test_the_digest_is_the_sha256_of_names_dtypes_shapes_and_bytes() -> None:
-    """printf 'weight torch.float32 (1, 2)\\n' and the eight bytes of 1.0 and -2.0."""
+    """From sha256sum, given "weight torch.float32 (1, 2)", a new line, 1.0 and -2.0."""
     assert parameter_digest(linear(1.0, -2.0)) == "43dda83950672ea6"
 
 

@@ -64,5 +64,6 @@ def test_no_place_sees_a_later_one() -> None:
 
     before, after = model(tokens), model(changed)
 
-    torch.testing.assert_close(before[:, :3], after[:, :3], rtol=0.0, atol=1e-6)
-    assert not torch.allclose(before[:, 3:], after[:, 3:], rtol=0.0, atol=1e-4)
+    change_T = (before - after).abs().amax(dim=(0, 2))
+    assert change_T[:3].max() < 1e-6
+    assert change_T[3:].min() > 1e-4

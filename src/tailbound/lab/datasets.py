@@ -74,7 +74,7 @@ def digits() -> Dataset:
 
 
 def mnist1d(folder: Path | None = None) -> Dataset:
-    """MNIST-1D as published: x (N, 1, L=40) float32, y (N,) int64, N = 4000 and 1000.
+    """MNIST-1D, generated: x (N, 1, L=40) float32, y (N,) int64, N = 4000 and 1000.
 
     Generating takes seconds, once per process. With a folder the arrays are written
     there and later processes read them.
@@ -247,8 +247,9 @@ def cached(path: Path, names: tuple[str, ...], *, make: Callable[[], Arrays]) ->
             be read or written.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in names}
+        # Opened here since np.load leaves a file open that it cannot parse.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
+            return {name: kept[name] for name in names}
     except FileNotFoundError:
         arrays = make()
     except OSError as error:

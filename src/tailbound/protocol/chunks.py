@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tailbound.config import Order
 from tailbound.errors import ShapeError
-from tailbound.protocol.wire import HEADER, HEADER_BYTES, MAX_SEQUENCE
+from tailbound.protocol.wire import HEADER_BYTES, MAX_SEQUENCE
 
 GOLDEN_RATIO = 0.6180339887498949
 """Multiples of it modulo 1 are spread evenly, so starts do not repeat soon."""
@@ -123,76 +123,6 @@ def send_order(
         return chunks_C
     start = int(((counter * GOLDEN_RATIO + share) % 1.0) * num_chunks)
     return np.roll(chunks_C, -start)
-
-
-class BucketBytes:
-    """A bucket's memory as rows of chunks, to be packed into datagrams."""
-
-    def __init__(self, values_N: NDArray[np.generic], layout: ChunkLayout) -> None:
-        if values_N.shape != (layout.num_elements,) or not values_N.flags.c_contiguous:
-            raise ShapeError(
-                f"the bucket is {layout.num_elements} contiguous elements, "
-                f"not an array of shape {values_N.shape}"
-            )
-        if values_N.itemsize != layout.itemsize:
-            raise ShapeError(
-                f"elements have {layout.itemsize} bytes, not {values_N.itemsize}"
-            )
-        raw = values_N.view(np.uint8)
-        cut = layout.num_full * layout.chunk_bytes
-        self.layout = layout
-        self._full_CB = raw[:cut].reshape(layout.num_full, layout.chunk_bytes)
-        self._tail = raw[cut:]
-
-    def pack(
-        self,
-        chunks_K: NDArray[np.int64],
-        header: NDArray[np.void],
-        out: memoryview,
-    ) -> int:
-        """Write datagrams for these chunks back to back.
-
-        Args:
-            chunks_K: chunk numbers; a short last chunk only at the end.
-            header: the round's header, from ``wire.make_header``.
-            out: room for them; at least K * segment_bytes.
-
-        Returns:
-            Bytes written.
-        """
-        layout = self.layout
-        num = len(chunks_K)
-        has_tail = bool(layout.tail_bytes) and chunks_K[-1] == layout.num_full
-        num_full = num - 1 if has_tail else num
-        segment = layout.segment_bytes
-        if num_full:
-            first, last = int(chunks_K[0]), int(chunks_K[num_full - 1])
-            headers = np.ndarray((num_full,), HEADER, out, 0, (segment,))
-            headers[...] = header
-            headers["sequence"] = chunks_K[:num_full]
-            headers["length"] = layout.chunk_bytes
-            data = np.ndarray(
-                (num_full, layout.chunk_bytes),
-                np.uint8,
-                out,
-                HEADER_BYTES,
-                (segment, 1),
-            )
-            if is_run(chunks_K[:num_full]):
-                data[...] = self._full_CB[first : last + 1]
-            else:
-                data[...] = self._full_CB[chunks_K[:num_full]]
-        end = num_full * segment
-        if has_tail:
-            headers = np.ndarray((1,), HEADER, out, end)
-            headers[...] = header
-            headers["sequence"] = layout.num_full
-            headers["length"] = layout.tail_bytes
-            end += HEADER_BYTES
-            tail = np.ndarray((layout.tail_bytes,), np.uint8, out, end)
-            tail[...] = self._tail
-            end += layout.tail_bytes
-        return end
 
 
 def is_run(chunks_K: NDArray[np.int64]) -> bool:

@@ -100,8 +100,8 @@ class Sender:
         self.state = SenderState.SENDING
         self.window = Window(window_bytes)
         self._order_C = order_C
-        self._due_K = order_C
-        self._position = 0
+        self._has_tail = layout.tail_bytes > 0
+        self._begin_pass(order_C)
         self._opened_s = now
         self._deadline_s = now + timeout_s
         self._silence_s = silence_s
@@ -134,11 +134,10 @@ class Sender:
         num = min(max_chunks, max_bytes // segment)
         if num < 1:
             return None
-        batch_K = self._due_K[self._position : self._position + num]
-        if self.layout.tail_bytes:
-            (tail,) = np.nonzero(batch_K == self.layout.num_full)
-            if tail.size:
-                batch_K = batch_K[: int(tail[0]) + 1]
+        end = self._position + num
+        if self._position <= self._tail_at < end:
+            end = self._tail_at + 1
+        batch_K = self._due_K[self._position : end]
         num_bytes = len(batch_K) * segment
         if self._first_sent_s is None:
             self._first_sent_s = now
@@ -199,8 +198,7 @@ class Sender:
         self.window.on_seen_untrusted(self.window.sent_bytes)
         self._sends += 1
         self._note_progress(int(np.count_nonzero(arrived_C)), now)
-        self._due_K = self._order_C[~arrived_C[self._order_C]]
-        self._position = 0
+        self._begin_pass(self._order_C[~arrived_C[self._order_C]])
 
     def timer(self) -> float | None:
         """When ``handle_timer`` or ``next_chunks`` has something to do next."""
@@ -243,6 +241,16 @@ class Sender:
 
     def _is_pausing(self, now: float) -> bool:
         return self._pause_until_s is not None and now < self._pause_until_s
+
+    def _begin_pass(self, due_K: NDArray[np.int64]) -> None:
+        self._due_K = due_K
+        self._position = 0
+        self._tail_at = -1
+        """Where the short last chunk stands in this pass; -1: nowhere."""
+        if self._has_tail:
+            (found,) = np.nonzero(due_K == self.layout.num_full)
+            if found.size:
+                self._tail_at = int(found[0])
 
     def _move(self, event: str) -> None:
         state = TRANSITIONS.get((self.state, event))

@@ -9,7 +9,6 @@ from tailbound.errors import (
     TailboundError,
     WireError,
 )
-from tailbound.protocol.chunks import BucketBytes
 from tailbound.protocol.endpoint import Endpoint, Link
 from tailbound.protocol.events import (
     SERVER_RANK,
@@ -19,6 +18,7 @@ from tailbound.protocol.events import (
     peer_name,
 )
 from tailbound.protocol.gather import GatherWatch
+from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender
@@ -296,7 +296,7 @@ class ServerEndpoint(Endpoint):
             for number, hello in self._hellos.items()
         )
         first = next(iter(self._hellos.values()))
-        plan = Plan(
+        self.plan = Plan(
             first.buckets,
             first.bound,
             room,
@@ -305,7 +305,7 @@ class ServerEndpoint(Endpoint):
             self._first_counter,
         )
         try:
-            self._rounds = ServerRounds(plan)
+            self._rounds = ServerRounds(self.plan)
         except MemoryError:
             self.fail(
                 TailboundError(

@@ -16,8 +16,9 @@ from tailbound.errors import (
     TailboundError,
     WireError,
 )
-from tailbound.protocol.chunks import BucketBytes, send_order
+from tailbound.protocol.chunks import send_order
 from tailbound.protocol.events import Direction, RoundKey, peer_name
+from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.plan import Plan
 from tailbound.protocol.receiver import Receiver, ReceiverState, SumSink
 from tailbound.protocol.sender import Sender
@@ -45,6 +46,8 @@ class _Bucket:
     """What the server keeps for a bucket: a sum, and who decides its bound."""
 
     sum_N: NDArray[Any]
+    mean_N: NDArray[Any]
+    """In the wire dtype; new memory each round would cost more than the division."""
     detector: RegimeDetector
     ends_L: NDArray[np.int64]
 
@@ -68,6 +71,7 @@ class ServerRounds:
             self._buckets.append(
                 _Bucket(
                     np.zeros(spec.num_elements, FORMATS[spec.dtype].sum),
+                    np.zeros(spec.num_elements, FORMATS[spec.dtype].wire),
                     RegimeDetector(self.plan.bound),
                     np.cumsum(sizes_L, dtype=np.int64),
                 )
@@ -223,8 +227,11 @@ class ServerRounds:
         wire_format = FORMATS[self.plan.buckets[bucket].dtype]
         layout = self.plan.layout(bucket)
         sum_N = self._buckets[bucket].sum_N
+        # The mean before this one is with all workers, or they could not have sent
+        # their next gradients: its memory is free again.
+        mean_N = self._buckets[bucket].mean_N
         if self.plan.bound.holes == "zero":
-            return finish_mean(sum_N, total, wire_format)
+            return finish_mean(sum_N, total, wire_format, out=mean_N)
         weight_C = np.zeros(layout.num_chunks)
         for arrival in self._arrivals.values():
             if arrival.begin is not None:
@@ -235,6 +242,7 @@ class ServerRounds:
             wire_format,
             weight_C=weight_C,
             elements_per_chunk=layout.elements_per_chunk,
+            out=mean_N,
         )
 
     def _decide(

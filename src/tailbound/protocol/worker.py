@@ -13,7 +13,6 @@ from tailbound.errors import (
     TailboundError,
     WireError,
 )
-from tailbound.protocol.chunks import BucketBytes
 from tailbound.protocol.endpoint import Endpoint, Link
 from tailbound.protocol.events import (
     SERVER_RANK,
@@ -26,6 +25,7 @@ from tailbound.protocol.events import (
     peer_name,
 )
 from tailbound.protocol.gather import Gather, cut_pieces
+from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender
@@ -74,7 +74,6 @@ class WorkerEndpoint(Endpoint):
         self._world_size, self._buckets, self._bound = world_size, buckets, bound
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self._first_counter = first_counter
-        self._plan: Plan | None = None
         self._index = 0
         self._round: WorkerRound | None = None
         self._gather = Gather(world_size)
@@ -130,9 +129,9 @@ class WorkerEndpoint(Endpoint):
                 out of range.
             ShapeError: the array is not the bucket.
         """
-        if self._plan is None or self._round is not None:
+        if self.plan is None or self._round is not None:
             raise ConfigError("one all-reduce at a time, after the start")
-        key = self._plan.key(self._index, Direction.IN)
+        key = self.plan.key(self._index, Direction.IN)
         begin = Begin(key.counter, key.bucket, weight, learning_rate, loss_scale)
         if not begin.is_in_range:
             raise ConfigError(
@@ -140,7 +139,7 @@ class WorkerEndpoint(Endpoint):
                 f"not {weight} and {loss_scale}"
             )
         self._round = WorkerRound(
-            self._plan,
+            self.plan,
             self._index,
             values_N,
             rank=self.rank,
@@ -219,16 +218,16 @@ class WorkerEndpoint(Endpoint):
         return self._round.sender, self._round.bytes
 
     def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat] | None:
-        if self._round is None or self._plan is None:
+        if self._round is None or self.plan is None:
             return None
         self._round.note_back(now)
-        spec = self._plan.buckets[self._round.back_key.bucket]
+        spec = self.plan.buckets[self._round.back_key.bucket]
         return self._round.receiver, FORMATS[spec.dtype]
 
     def _expected(self, link: int) -> RoundKey | None:
-        if self._plan is None:
+        if self.plan is None or self._round is None:
             return None
-        return self._plan.key(self._index, Direction.BACK)
+        return self.plan.key(self._index, Direction.BACK)
 
     def _handle(self, link: int, message: Message, now: float) -> None:
         state = self.links[link]
@@ -255,7 +254,7 @@ class WorkerEndpoint(Endpoint):
                 check_start_untrusted(message, state.check.largest_bytes)
                 state.state = running
                 limits = Limits(message.window_bytes, self._timeout_s, self._silence_s)
-                self._plan = Plan(
+                self.plan = Plan(
                     self._buckets,
                     self._bound,
                     message.payload_bytes,
@@ -289,7 +288,7 @@ class WorkerEndpoint(Endpoint):
     def _phase(self) -> str:
         if self._round is not None:
             return self._round.key.describe()
-        if self._plan is None:
+        if self.plan is None:
             return "start-up"
         return f"the pause after round {self._index}"
 

@@ -5,8 +5,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from tailbound.errors import RoundTimeoutError, TailboundError
-from tailbound.protocol.chunks import BucketBytes, send_order
+from tailbound.protocol.chunks import send_order
 from tailbound.protocol.events import SERVER_RANK, Direction, peer_name
+from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.plan import Plan
 from tailbound.protocol.receiver import Receiver, ReceiverState, StoreSink
 from tailbound.protocol.sender import Sender, SenderState

@@ -29,7 +29,7 @@ from tailbound.protocol.wire import BucketSpec
 from tailbound.protocol.worker import LINK, WorkerEndpoint
 from tailbound.testing.impaired_path import Batch, ImpairedPath
 
-E = TypeVar("E", Started, Reduced, Gathered)
+E = TypeVar("E", Started, Reduced, Gathered, Ended)
 T = TypeVar("T")
 
 BATCH_BYTES = 65535
@@ -167,9 +167,13 @@ class FakeNet:
         self, grad_WN: list[NDArray[Any]], weight_W: list[float]
     ) -> list[Reduced]:
         """One round; each worker's array holds the mean afterwards."""
+        self.begin(grad_WN, weight_W)
+        return self.run_until(Reduced)
+
+    def begin(self, grad_WN: list[NDArray[Any]], weight_W: list[float]) -> None:
+        """Have every worker start a round, and nothing else."""
         for worker, grad_N, weight in zip(self.workers, grad_WN, weight_W, strict=True):
             worker.all_reduce(grad_N, weight, self.now)
-        return self.run_until(Reduced)
 
     def all_gather(self, data_W: list[bytes]) -> list[Gathered]:
         """One all-gather."""
@@ -231,6 +235,11 @@ class FakeNet:
         self._server.cut.update(from_ranks)
         for rank in to_ranks:
             self._workers[rank].cut.add(LINK)
+
+    def mend_udp(self) -> None:
+        """Undo every cut."""
+        for station in (self._server, *self._workers):
+            station.cut.clear()
 
     def kill(self, rank: int) -> None:
         """End a worker's process; the server sees its connection close."""

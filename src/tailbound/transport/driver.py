@@ -13,6 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from tailbound.errors import TailboundError
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Ended, Failed
@@ -70,6 +72,8 @@ class Driver:
 
     def run(self) -> None:
         """Turn until stopped or all stations are over; closes everything."""
+        # Gradients may hold inf and NaN; whose business that is decides the optimizer.
+        np.seterr(over="ignore", invalid="ignore")
         try:
             while not self._stopping:
                 self._turn()
@@ -149,7 +153,7 @@ class Driver:
         if isinstance(endpoint, ServerEndpoint):
             self._close_dropped(station, endpoint)
         for conduit in station.conduits.values():
-            room = conduit.send_datagrams(endpoint, now)
+            room = conduit.send_datagrams(endpoint)
             waits = not room and conduit.retry_s is None
             udp_mask = select.EPOLLIN | (select.EPOLLOUT if waits else 0)
             self._watch(conduit.udp.fileno(), udp_mask)

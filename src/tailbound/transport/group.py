@@ -20,7 +20,6 @@ from tailbound.errors import (
     RoundTimeoutError,
     TailboundError,
 )
-from tailbound.protocol.endpoint import LinkCounters
 from tailbound.protocol.events import (
     Ended,
     Event,
@@ -30,6 +29,7 @@ from tailbound.protocol.events import (
     Started,
     peer_name,
 )
+from tailbound.protocol.intake import LinkCounters
 from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import BucketSpec
 from tailbound.protocol.worker import WorkerEndpoint

@@ -7,7 +7,9 @@ until the datagram queue was seen empty (DESIGN decision 8).
 
 import errno
 import socket
+import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from tailbound.impairments import Impairments
 from tailbound.protocol.endpoint import Endpoint, Link
 from tailbound.protocol.events import Event
 from tailbound.testing.impaired_path import Batch, ImpairedPath
+from tailbound.transport.batching import MAX_SEGMENTS
 from tailbound.transport.forks import close_in_forked_children
 from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
 
@@ -56,16 +59,20 @@ class Conduit:
         self.told_lost = False
         self.retry_s: float | None = None
         """When to try a full device again."""
+        self._tcp_peer: tuple[Any, ...] = tcp.getpeername()
+        self._peer_address: tuple[Any, ...] | None = None
         self._batch = memoryview(bytearray(BUFFER_BYTES))
         self._pending = self._batch[:0]
         self._pending_segment_bytes = 1
         close_in_forked_children(self)
 
-    @property
-    def peer_address(self) -> tuple[object, ...]:
-        """Where this link's datagrams go."""
-        host, *rest = self.tcp.getpeername()
-        return (host, self.link.peer_udp_port, *rest[1:])
+    def peer_address(self) -> tuple[Any, ...] | None:
+        """Where this link's datagrams go; None until the peer said it."""
+        port = self.link.peer_udp_port
+        if self._peer_address is None and port:
+            host, _, *scope = self._tcp_peer
+            self._peer_address = (host, port, *scope)
+        return self._peer_address
 
     def read_control(self) -> None:
         """Take what the TCP stream has."""
@@ -97,43 +104,45 @@ class Conduit:
             del self.outgoing[:sent]
         return True
 
-    def send_datagrams(self, endpoint: Endpoint, now: float) -> bool:
+    def send_datagrams(self, endpoint: Endpoint) -> bool:
         """Send what the endpoint has for this link; False if the socket is full."""
         number = self.number
         self.retry_s = None
+        address = self.peer_address()
         for _ in range(MAX_BATCHES_PER_TURN):
-            if not self._send_pending(endpoint, now):
+            now = time.monotonic()
+            if not self._send_pending(endpoint, address, now):
                 return False
             while (data := endpoint.next_control(number)) is not None:
                 self.outgoing += data
-            if not self.link.peer_udp_port:
+            if address is None:
                 return True
             sent = endpoint.next_datagrams(
                 number,
                 self._batch,
                 now,
-                max_segments=64,
+                max_segments=MAX_SEGMENTS,
                 max_bytes=self.udp.max_batch_bytes,
             )
             if sent is None:
                 return True
             self._pending = self._batch[: sent[0]]
             self._pending_segment_bytes = sent[1]
-        return self._send_pending(endpoint, now)
+        return self._send_pending(endpoint, address, time.monotonic())
 
-    def _send_pending(self, endpoint: Endpoint, now: float) -> bool:
-        while self._pending:
+    def _send_pending(
+        self, endpoint: Endpoint, address: tuple[Any, ...] | None, now: float
+    ) -> bool:
+        while self._pending and address is not None:
             try:
                 sent = self.udp.send_batch(
-                    self._pending, self._pending_segment_bytes, self.peer_address
+                    self._pending, self._pending_segment_bytes, address
                 )
             except SegmentTooLargeError as error:
-                sent = error.sent_bytes
-                if self.link.check is not None and endpoint.is_checking(self.number):
-                    sent = len(self._pending)  # the check finds a size that passes
-                else:
+                if not endpoint.is_checking(self.number):
                     endpoint.fail(error)
                     return True
+                sent = len(self._pending)  # the check finds a size that passes
             self._pending = self._pending[sent:]
             if self._pending:
                 if self.udp.blocked_by_device:
@@ -214,14 +223,14 @@ class Station:
     def drain(self, conduit: Conduit, now: float) -> None:
         """Read the datagram queue, up to a turn's share, into endpoint or path."""
         conduit.is_drained = False
-        expected = conduit.peer_address[:2] if conduit.link.peer_udp_port else None
+        expected = conduit.peer_address()
         for _ in range(MAX_BATCHES_PER_TURN):
             received = conduit.udp.receive_batch(self._buffer)
             if received is None:
                 conduit.is_drained = True
                 return
             num_bytes, segment_bytes, address = received
-            if expected is not None and address[:2] != expected:
+            if expected is not None and address != expected:
                 num = -(-num_bytes // segment_bytes)
                 self.endpoint.count_foreign(conduit.number, num)
             elif conduit.path is None:

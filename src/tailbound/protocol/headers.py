@@ -1,0 +1,124 @@
+"""All headers of a bucket's datagrams, prepared: written and checked a batch at a time.
+
+A round's headers are known in advance but for the counter. Sending copies a run of
+them; receiving compares a run of them, three 64-bit words each, which checks version,
+kind, bucket, counter, session, sequence, length and rank in one operation.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailbound.errors import ShapeError
+from tailbound.protocol.chunks import ChunkLayout, is_run
+from tailbound.protocol.events import RoundKey
+from tailbound.protocol.wire import HEADER, HEADER_BYTES, make_header
+
+WORDS = HEADER_BYTES // 8
+
+
+class HeaderTable:
+    """The headers of one bucket from one sender, set to one round at a time."""
+
+    def __init__(
+        self, layout: ChunkLayout, key: RoundKey, session: int, rank: int
+    ) -> None:
+        self.layout, self.key = layout, key
+        self.headers_C = np.empty(layout.num_chunks, HEADER)
+        self.headers_C[...] = make_header(key, session, rank)
+        self.headers_C["sequence"] = np.arange(layout.num_chunks)
+        self.headers_C["length"] = layout.chunk_bytes
+        if layout.tail_bytes:
+            self.headers_C["length"][-1] = layout.tail_bytes
+        self._words_CW: NDArray[np.uint64] = self.headers_C.view(np.uint64).reshape(
+            layout.num_chunks, WORDS
+        )
+        self._raw_CB = self.headers_C.view(np.uint8).reshape(
+            layout.num_chunks, HEADER_BYTES
+        )
+
+    def set_round(self, key: RoundKey) -> None:
+        """Turn to another round of the same bucket."""
+        self.key = key
+        self.headers_C["kind"] = key.direction
+        self.headers_C["counter"] = key.counter
+
+    def is_run_of(self, data: memoryview, num: int, segment_bytes: int) -> int | None:
+        """Check that full datagrams are exactly this round's, one after the other.
+
+        Args:
+            data: at least ``num`` datagrams back to back.
+            num: datagrams, >= 1.
+            segment_bytes: bytes of each, not less than a header.
+
+        Returns:
+            The first one's chunk number, or None if any header is not as expected.
+        """
+        first = int.from_bytes(data[16:20], "big")
+        if first + num > self.layout.num_full:
+            return None
+        words_KW = np.ndarray((num, WORDS), np.uint64, data, 0, (segment_bytes, 8))
+        same = words_KW == self._words_CW[first : first + num]
+        return first if same.all() else None
+
+    def write(
+        self,
+        chunks_K: NDArray[np.int64] | slice,
+        out_KB: NDArray[np.uint8],
+    ) -> None:
+        """Write the headers of these chunks into rows of HEADER_BYTES bytes."""
+        out_KB[...] = self._raw_CB[chunks_K]
+
+
+class BucketBytes:
+    """A bucket's memory as rows of chunks, to be packed into datagrams."""
+
+    def __init__(self, values_N: NDArray[np.generic], layout: ChunkLayout) -> None:
+        if values_N.shape != (layout.num_elements,) or not values_N.flags.c_contiguous:
+            raise ShapeError(
+                f"the bucket is {layout.num_elements} contiguous elements, "
+                f"not an array of shape {values_N.shape}"
+            )
+        if values_N.itemsize != layout.itemsize:
+            raise ShapeError(
+                f"elements have {layout.itemsize} bytes, not {values_N.itemsize}"
+            )
+        raw = values_N.view(np.uint8)
+        cut = layout.num_full * layout.chunk_bytes
+        self.layout = layout
+        self._full_CB = raw[:cut].reshape(layout.num_full, layout.chunk_bytes)
+        self._tail = raw[cut:]
+        self._has_tail = layout.tail_bytes > 0
+
+    def pack(
+        self, chunks_K: NDArray[np.int64], table: HeaderTable, out: memoryview
+    ) -> int:
+        """Write datagrams for these chunks back to back.
+
+        Args:
+            chunks_K: chunk numbers; a short last chunk only at the end.
+            table: the round's headers.
+            out: room for them; at least K * segment_bytes.
+
+        Returns:
+            Bytes written.
+        """
+        layout = self.layout
+        num, segment = len(chunks_K), layout.segment_bytes
+        has_tail = self._has_tail and int(chunks_K[-1]) == layout.num_full
+        num_full = num - 1 if has_tail else num
+        if num_full:
+            full_K = chunks_K[:num_full] if has_tail else chunks_K
+            rows: NDArray[np.int64] | slice = full_K
+            if is_run(full_K):
+                first = int(full_K[0])
+                rows = slice(first, first + num_full)
+            out_KB = np.ndarray((num_full, segment), np.uint8, out)
+            table.write(rows, out_KB[:, :HEADER_BYTES])
+            out_KB[:, HEADER_BYTES:] = self._full_CB[rows]
+        end = num_full * segment
+        if has_tail:
+            start, end = end, end + HEADER_BYTES + layout.tail_bytes
+            tail_B = np.ndarray((1, end - start), np.uint8, out, start)
+            table.write(chunks_K[-1:], tail_B[:, :HEADER_BYTES])
+            tail_B[0, HEADER_BYTES:] = self._tail
+        return end
