@@ -1,22 +1,17 @@
-"""How a bucket is cut, in which order chunks leave, and what a batch looks like."""
+"""How a bucket is cut, how much may be missing, in which order chunks leave."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailbound.errors import ShapeError
 from tailbound.protocol.chunks import (
-    BucketBytes,
     ChunkLayout,
     allowed_missing,
     is_run,
     send_order,
 )
-from tailbound.protocol.events import Direction, RoundKey
-from tailbound.protocol.wire import headers_untrusted, make_header
-
-KEY = RoundKey(5, 1, Direction.IN)
 
 # -- the bound -----------------------------------------------------------------
 
@@ -249,119 +244,3 @@ def test_the_norm_order_needs_a_norm_per_chunk(norm_C: np.ndarray | None) -> Non
 )
 def test_a_run_grows_by_one(chunks: list[int], expected: bool) -> None:
     assert is_run(np.array(chunks)) is expected
-
-
-# -- packing -------------------------------------------------------------------
-
-
-def unpack(data: bytes, segment_bytes: int) -> list[tuple[int, bytes]]:
-    """Sequence and data of each datagram; each must say its own length and round."""
-    found = []
-    while data:
-        datagram, data = data[:segment_bytes], data[segment_bytes:]
-        (header,) = headers_untrusted(memoryview(datagram), 1, len(datagram))
-        assert header["length"] == len(datagram) - 24
-        assert (header["counter"], header["bucket"], header["kind"]) == (5, 1, 0)
-        assert (header["session"], header["rank"]) == (77, 3)
-        found.append((int(header["sequence"]), datagram[24:]))
-    return found
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        [0],
-        [0, 1, 2],
-        [1, 2],
-        [2, 0],
-        [0, 2, 1],
-        [3],
-        [2, 3],
-        [0, 1, 2, 3],
-        [2, 0, 3],
-    ],
-    ids=str,
-)
-def test_a_batch_holds_each_chunks_bytes_and_the_short_one_last(
-    chunks: list[int],
-) -> None:
-    values_N = np.arange(10, dtype="<u2")  # chunks of 3 elements, the last has 1
-    layout = ChunkLayout(10, itemsize=2, room_bytes=7)
-    out = bytearray(b"\xaa" * 200)
-    header = make_header(KEY, 77, 3)
-
-    end = BucketBytes(values_N, layout).pack(np.array(chunks), header, memoryview(out))
-
-    whole = bytes.fromhex("000001000200 030004000500 060007000800 0900")
-    assert unpack(bytes(out[:end]), 30) == [
-        (chunk, whole[chunk * 6 : chunk * 6 + 6]) for chunk in chunks
-    ]
-    assert bytes(out[end:]) == b"\xaa" * (200 - end)
-
-
-def test_a_bucket_that_divides_evenly_has_no_short_chunk() -> None:
-    values_N = np.array([1.0, 2.0], dtype="<f8")
-    layout = ChunkLayout(2, itemsize=8, room_bytes=8)
-    out = bytearray(64)
-
-    end = BucketBytes(values_N, layout).pack(
-        np.array([1, 0]), make_header(KEY, 77, 3), memoryview(out)
-    )
-
-    assert unpack(bytes(out[:end]), 32) == [
-        (1, bytes.fromhex("0000000000000040")),
-        (0, bytes.fromhex("000000000000f03f")),
-    ]
-
-
-def test_what_is_packed_follows_the_buffer_not_a_copy() -> None:
-    values_N = np.array([1, 2], dtype="<u2")
-    rows = BucketBytes(values_N, ChunkLayout(2, itemsize=2, room_bytes=2))
-    values_N[1] = 7
-    out = bytearray(26)
-
-    rows.pack(np.array([1]), make_header(KEY, 77, 3), memoryview(out))
-
-    assert bytes(out[24:]) == b"\x07\x00"
-
-
-@settings(max_examples=30)
-@given(data=st.data(), itemsize=st.sampled_from([2, 4, 8]))
-def test_packing_and_unpacking_gives_the_bucket_back(
-    data: st.DataObject, itemsize: int
-) -> None:
-    num_elements = data.draw(st.integers(1, 60))
-    room_bytes = data.draw(st.integers(8, 40))
-    layout = ChunkLayout(num_elements, itemsize, room_bytes)
-    raw = data.draw(st.binary(min_size=num_elements * itemsize).map(bytearray))
-    del raw[num_elements * itemsize :]
-    values_N = np.frombuffer(raw, dtype=f"<u{itemsize}")
-    order = data.draw(st.permutations(range(layout.num_full)))
-    if layout.tail_bytes:
-        order = [*order, layout.num_full]
-    out = bytearray(layout.num_chunks * layout.segment_bytes)
-
-    end = BucketBytes(values_N, layout).pack(
-        np.array(order), make_header(KEY, 77, 3), memoryview(out)
-    )
-
-    found = unpack(bytes(out[:end]), layout.segment_bytes)
-    assert [chunk for chunk, _ in found] == order
-    assert b"".join(part for _, part in sorted(found)) == bytes(raw)
-
-
-@pytest.mark.parametrize(
-    ("values_N", "says"),
-    [
-        (np.zeros(9, "<f4"), r"shape \(9,\)"),
-        (np.zeros((2, 5), "<f4"), r"shape \(2, 5\)"),
-        (np.zeros(20, "<f4")[::2], "contiguous"),
-        (np.zeros(10, "<f2"), "4 bytes, not 2"),
-        (np.zeros(10, "<f8"), "4 bytes, not 8"),
-    ],
-)
-def test_an_array_that_is_not_the_bucket_is_refused(
-    values_N: np.ndarray, says: str
-) -> None:
-    with pytest.raises(ShapeError, match=says):
-        BucketBytes(values_N, ChunkLayout(10, itemsize=4, room_bytes=8))

@@ -57,6 +57,12 @@ def give(receiver: Receiver, *chunks: int) -> None:
     receiver.receive(np.array(chunks), np.array(rows, np.float32))
 
 
+def give_run(receiver: Receiver, first: int, num: int) -> None:
+    """The same chunks as ``give``, by the way of a batch without holes."""
+    rows = [[10 * chunk + 1, 10 * chunk + 2] for chunk in range(first, first + num)]
+    receiver.receive_run(first, np.array(rows, np.float32))
+
+
 def give_tail(receiver: Receiver, num: int = 1) -> None:
     receiver.receive_tail(num, np.array([31], np.float32))
 
@@ -108,6 +114,7 @@ def test_a_closed_receiver_ignores_and_counts() -> None:
     assert receiver.next_control() == Stop(*NAMES, b"\xc0")
 
     give(receiver, 2, 1)
+    give_run(receiver, 1, 2)
     give_tail(receiver, 3)
     receiver.receive_probe()
     receiver.receive_mark(500)
@@ -116,7 +123,7 @@ def test_a_closed_receiver_ignores_and_counts() -> None:
     assert receiver.next_control() is None
     assert values_N.tolist() == [1, 2, 11, 12, 0, 0, 0]
     statistics = receiver.statistics()
-    assert (statistics.received, statistics.duplicates) == (7, 5)
+    assert (statistics.received, statistics.duplicates) == (9, 7)
     assert (statistics.missing, statistics.probes) == (2, 0)
 
 
@@ -153,6 +160,33 @@ def test_each_chunk_is_added_once_however_it_comes(
     assert statistics.received == total
     assert statistics.duplicates == total - 4
     assert receiver.missing == 0
+
+
+@pytest.mark.parametrize(
+    ("runs", "duplicates"),
+    [
+        ([(0, 3)], 0),
+        ([(1, 2), (0, 1)], 0),
+        ([(0, 2), (0, 3)], 2),
+        ([(2, 1), (0, 3)], 1),
+        ([(0, 3), (0, 3)], 3),
+        ([(1, 1), (0, 3), (1, 2)], 3),
+    ],
+    ids=str,
+)
+def test_each_chunk_of_overlapping_runs_is_added_once(
+    runs: list[tuple[int, int]], duplicates: int
+) -> None:
+    values_N = np.array([100, 0, 0, 0, 0, 0, 200], np.float32)
+    receiver = make_receiver(values_N)
+
+    for first, num in runs:
+        give_run(receiver, first, num)
+
+    assert values_N.tolist() == [101, 2, 11, 12, 21, 22, 200]
+    assert receiver.missing == 1
+    assert receiver.arrived_C.tolist() == [True, True, True, False]
+    assert receiver.statistics().duplicates == duplicates
 
 
 def test_of_two_datagrams_with_one_number_the_first_counts() -> None:

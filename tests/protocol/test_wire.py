@@ -9,8 +9,9 @@ import pytest
 
 from tailbound.config import LossBound
 from tailbound.errors import WireError
-from tailbound.protocol.chunks import BucketBytes, ChunkLayout
+from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
+from tailbound.protocol.headers import BucketBytes, HeaderTable
 from tailbound.protocol.wire import (
     HEADER,
     HEADER_BYTES,
@@ -92,18 +93,20 @@ def frame_bytes(hex_of: dict[str, str]) -> bytes:
 def full_chunk() -> bytes:
     layout = ChunkLayout(600, itemsize=4, room_bytes=8)
     rows = BucketBytes(np.arange(600, dtype="<f4"), layout)
-    header = make_header(RoundKey(2**32 - 1, 3, Direction.IN), SESSION, rank=2)
+    key = RoundKey(2**32 - 1, 3, Direction.IN)
     out = bytearray(32)
-    rows.pack(np.array([258]), header, memoryview(out))
+    table = HeaderTable(layout, key, SESSION, rank=2)
+    rows.pack(np.array([258]), table, memoryview(out))
     return bytes(out)
 
 
 def short_chunk() -> bytes:
     layout = ChunkLayout(3, itemsize=2, room_bytes=4)
     rows = BucketBytes(np.array([1, 2, 3], dtype="<f2"), layout)
-    header = make_header(RoundKey(1, 0, Direction.BACK), SESSION, rank=65535)
+    key = RoundKey(1, 0, Direction.BACK)
     out = bytearray(26)
-    rows.pack(np.array([1]), header, memoryview(out))
+    table = HeaderTable(layout, key, SESSION, rank=65535)
+    rows.pack(np.array([1]), table, memoryview(out))
     return bytes(out)
 
 

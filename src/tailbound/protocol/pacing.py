@@ -5,6 +5,10 @@ fast link fills it in milliseconds. The sender therefore puts marks between its
 datagrams, over TCP: "up to here I sent b bytes". The receiver answers a mark once its
 datagram queue is empty. What lies behind the last answered mark has left the buffer,
 arrived or lost, so the count needs no datagram to arrive and works at any loss.
+
+A queue that is never empty would stop the sender until it is, so the receiver also
+tells, unasked, how far it has read: new bytes since the last answered mark come on top
+of it. Lost ones are missing there, which the next answered mark mends.
 """
 
 from tailbound.errors import WireError
@@ -13,6 +17,8 @@ LARGEST_DATAGRAM_BYTES = 65507
 
 MARKS_PER_WINDOW = 4
 """A mark each quarter window: the sender is not idle while one mark travels."""
+TOLD_PER_WINDOW = 8
+"""How often the receiver tells unasked how far it has read."""
 
 
 class Window:
@@ -44,11 +50,14 @@ class Window:
         return self.sent_bytes
 
     def on_seen_untrusted(self, sent_bytes: int) -> None:
-        """A mark came back, or the answer to a probe, which implies all sent so far.
+        """So many of the sent bytes have left the receiver's queue.
+
+        A reordered datagram can make the receiver count a little more than was sent;
+        a peer that claims more on purpose overruns only itself.
 
         Raises:
-            WireError: the peer claims a mark that was never sent.
+            WireError: the number is negative.
         """
-        if not 0 <= sent_bytes <= self.sent_bytes:
-            raise WireError(f"a mark of {sent_bytes} bytes after {self.sent_bytes}")
-        self.seen_bytes = max(self.seen_bytes, sent_bytes)
+        if sent_bytes < 0:
+            raise WireError(f"a mark of {sent_bytes} bytes")
+        self.seen_bytes = max(self.seen_bytes, min(sent_bytes, self.sent_bytes))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tailbound.errors import RoundTimeoutError, TailboundError
 from tailbound.protocol.chunks import ChunkLayout, allowed_missing
 from tailbound.protocol.events import RoundKey
+from tailbound.protocol.pacing import TOLD_PER_WINDOW
 from tailbound.protocol.wire import Bitmap, MarkSeen, Stop, pack_bits
 from tailbound.reduction import WireFormat, add_into
 
@@ -139,6 +140,7 @@ class Receiver:
         peer: str,
         now: float,
         timeout_s: float,
+        window_bytes: int = 1 << 22,
     ) -> None:
         self.key, self.layout, self.peer = key, layout, peer
         self.state = ReceiverState.OPEN
@@ -153,6 +155,10 @@ class Receiver:
         self._deadline_s = now + timeout_s
         self._closed_s = now
         self._received, self._duplicates, self._probes = 0, 0, 0
+        self._tell_each_bytes = window_bytes // TOLD_PER_WINDOW
+        self._read_bytes = 0
+        """Bytes of the sender that have left our queue, as far as we can tell."""
+        self._told_bytes = 0
         self._outbox: list[Bitmap | Stop | MarkSeen] = []
 
     @property
@@ -171,6 +177,7 @@ class Receiver:
             self._missing -= num
             self._arrived[first : first + num] = _ONES[:num]
             self._sink.put_run(first, rows_KE)
+            self._tell_progress(num)
             return
         self.receive(np.arange(first, first + num), rows_KE)
 
@@ -192,6 +199,7 @@ class Receiver:
             self.arrived_C[new_K] = True
             self._missing -= len(new_K)
             self._sink.put(new_K, rows_KE[where_K])
+            self._tell_progress(len(new_K))
 
     def receive_tail(self, num: int, row_E: NDArray[np.generic]) -> None:
         """Take in ``num`` equal copies of the short last chunk."""
@@ -214,10 +222,20 @@ class Receiver:
     def receive_mark(self, sent_bytes: int) -> None:
         """Answer a pacing mark; the queue is drained up to it."""
         if self.state is ReceiverState.OPEN:
-            key = self.key
-            self._outbox.append(
-                MarkSeen(key.counter, key.bucket, key.direction, sent_bytes)
-            )
+            self._read_bytes = max(self._read_bytes, sent_bytes)
+            self._say_read()
+
+    def _tell_progress(self, num_new: int) -> None:
+        self._read_bytes += num_new * self.layout.segment_bytes
+        if self._read_bytes - self._told_bytes >= self._tell_each_bytes:
+            self._say_read()
+
+    def _say_read(self) -> None:
+        key = self.key
+        self._told_bytes = self._read_bytes
+        self._outbox.append(
+            MarkSeen(key.counter, key.bucket, key.direction, self._read_bytes)
+        )
 
     def settle(self, now: float) -> bool:
         """Close if the missing share is within the bound; call when drained.

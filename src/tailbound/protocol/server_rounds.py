@@ -176,6 +176,7 @@ class ServerRounds:
                     peer=peer_name(rank),
                     now=now,
                     timeout_s=self.plan.limits.timeout_s,
+                    window_bytes=self.plan.limits.window_bytes,
                 )
             )
             if self._opened_s is None:

@@ -235,7 +235,7 @@ class Mark(_RoundMessage, frozen=True):
 
 
 class MarkSeen(_RoundMessage, frozen=True):
-    """Receiver to sender: my queue was empty after that mark."""
+    """Receiver to sender: so many of your bytes have left my queue."""
 
     sent_bytes: int
 

@@ -74,6 +74,7 @@ class WorkerRound:
             peer=peer_name(SERVER_RANK),
             now=now,
             timeout_s=float("inf"),
+            window_bytes=plan.limits.window_bytes,
         )
 
     def receive_mean(self, mean: Mean, now: float) -> None:

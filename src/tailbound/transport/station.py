@@ -24,8 +24,8 @@ from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
 
 BUFFER_BYTES = 65536
 TCP_READ_BYTES = 1 << 18
-MAX_BATCHES_PER_TURN = 32
-"""Read or sent for one link before the others get their turn: 2 MiB."""
+MAX_BATCHES_PER_TURN = 16
+"""Read or sent for one link before the others get their turn: 1 MiB."""
 DEVICE_PAUSE_S = 0.001
 """A full device (ENOBUFS) has no event that says when it has room again."""
 
