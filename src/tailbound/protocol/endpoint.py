@@ -374,7 +374,7 @@ class Endpoint(ABC):
             return
         receiver = pair[0]
         if isinstance(message, Mark):
-            receiver.receive_mark(message.sent_bytes)
+            receiver.receive_mark_untrusted(message.sent_bytes)
         else:
             # If what is here is enough, the stop answers the probe.
             receiver.settle(now)

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tailbound.errors import RoundTimeoutError, TailboundError
+from tailbound.errors import RoundTimeoutError, TailboundError, WireError
 from tailbound.protocol.chunks import ChunkLayout, allowed_missing
 from tailbound.protocol.events import RoundKey
 from tailbound.protocol.pacing import TOLD_PER_WINDOW
@@ -42,6 +42,9 @@ TRANSITIONS: dict[tuple[ReceiverState, str], ReceiverState] = {
 }
 """Every (state, input) and the state after it."""
 
+
+MAX_SENT_BYTES = 1 << 62
+"""Bytes of one round that a mark may claim: their sum still fits a control message."""
 
 _ONES = b"\1" * 65536
 """As many as the datagrams of the largest batch."""
@@ -219,8 +222,14 @@ class Receiver:
             key, bits = self.key, pack_bits(self.arrived_C)
             self._outbox.append(Bitmap(key.counter, key.bucket, key.direction, bits))
 
-    def receive_mark(self, sent_bytes: int) -> None:
-        """Answer a pacing mark; the queue is drained up to it."""
+    def receive_mark_untrusted(self, sent_bytes: int) -> None:
+        """Answer a pacing mark; the queue is drained up to it.
+
+        Raises:
+            WireError: no sender has sent so much.
+        """
+        if not 0 <= sent_bytes <= MAX_SENT_BYTES:
+            raise WireError(f"a mark of {sent_bytes} bytes")
         if self.state is ReceiverState.OPEN:
             self._read_bytes = max(self._read_bytes, sent_bytes)
             self._say_read()

@@ -271,7 +271,7 @@ class WorkerEndpoint(Endpoint):
                 self._gather.receive_untrusted(message)
                 while (parts := self._gather.pop()) is not None:
                     self._events.append(Gathered(parts))
-            case Bye():
+            case Bye() if state.state is LinkState.CLOSED:
                 self._events.append(Ended())
             case _:
                 raise PeerProtocolError(
