@@ -3,7 +3,7 @@
 import pytest
 
 from tailbound.errors import WireError
-from tailbound.protocol.gather import Gather, cut_pieces
+from tailbound.protocol.gather import Gather, GatherWatch, cut_pieces
 from tailbound.protocol.wire import GatherPart
 
 MIB = 1 << 20
@@ -88,3 +88,55 @@ def test_a_contribution_of_4_gib_may_start() -> None:
     gather.receive_untrusted(GatherPart(0, 1 << 32, 0, b"x"))
 
     assert gather.pop() is None
+
+
+# -- what the server knows -------------------------------------------------------
+
+
+def told(watch: GatherWatch, rank: int, total: int, num: int, now: float) -> None:
+    """A piece from the start of a rank's contribution."""
+    watch.receive_untrusted(GatherPart(rank, total, 0, bytes(num)), now)
+
+
+def test_a_gather_is_open_from_its_first_piece_until_every_rank_is_in() -> None:
+    watch = GatherWatch(3)
+    told(watch, 1, 4, 2, now=1.0)
+    assert (watch.opened_s, watch.late_ranks) == (1.0, [0, 1, 2])
+    watch.receive_untrusted(GatherPart(1, 4, 2, b"cd"), 2.0)
+    told(watch, 0, 0, 0, now=3.0)
+    assert (watch.opened_s, watch.late_ranks) == (1.0, [2])
+
+    told(watch, 2, 1, 1, now=4.0)
+    assert watch.opened_s is None
+
+
+def test_no_gather_is_open_at_first() -> None:
+    assert GatherWatch(3).opened_s is None
+
+
+def test_the_next_gather_is_open_since_the_last_one_ended() -> None:
+    watch = GatherWatch(2)
+    told(watch, 0, 1, 1, now=1.0)
+    told(watch, 0, 1, 1, now=2.0)
+
+    told(watch, 1, 1, 1, now=5.0)
+
+    assert (watch.opened_s, watch.late_ranks) == (5.0, [1])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        GatherPart(0, 4, 0, b"ab"),
+        GatherPart(0, 4, 3, b"d"),
+        GatherPart(0, 4, 2, b"cde"),
+        GatherPart(0, -1, 2, b""),
+        GatherPart(0, (1 << 32) + 1, 2, b"cd"),
+    ],
+)
+def test_the_server_refuses_a_piece_that_must_not_come_next(part: GatherPart) -> None:
+    watch = GatherWatch(1)
+    told(watch, 0, 4, 2, now=1.0)
+
+    with pytest.raises(WireError, match="gather bytes"):
+        watch.receive_untrusted(part, 2.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tailbound.errors import RoundTimeoutError
+from tailbound.errors import RoundTimeoutError, WireError
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
 from tailbound.protocol.receiver import (
@@ -17,7 +17,7 @@ from tailbound.protocol.receiver import (
     StoreSink,
     SumSink,
 )
-from tailbound.protocol.wire import Bitmap, MarkSeen, Stop
+from tailbound.protocol.wire import Bitmap, MarkSeen, Stop, encode_control
 from tailbound.reduction import FORMATS
 
 KEY = RoundKey(7, 2, Direction.IN)
@@ -35,6 +35,7 @@ def make_receiver(
     loss_bound: float = 0.0,
     now: float = 0.0,
     timeout_s: float = 60.0,
+    window_bytes: int = 1 << 22,
 ) -> Receiver:
     if sink is None:
         if values_N is None:
@@ -48,6 +49,7 @@ def make_receiver(
         peer="rank 1",
         now=now,
         timeout_s=timeout_s,
+        window_bytes=window_bytes,
     )
 
 
@@ -117,7 +119,7 @@ def test_a_closed_receiver_ignores_and_counts() -> None:
     give_run(receiver, 1, 2)
     give_tail(receiver, 3)
     receiver.receive_probe()
-    receiver.receive_mark(500)
+    receiver.receive_mark_untrusted(500)
 
     assert not receiver.settle(2.0)
     assert receiver.next_control() is None
@@ -298,9 +300,55 @@ def test_a_probe_is_answered_with_the_newest_bitmap() -> None:
 def test_a_mark_is_answered_with_what_it_said() -> None:
     receiver = make_receiver()
 
-    receiver.receive_mark(12_345)
+    receiver.receive_mark_untrusted(12_345)
 
     assert receiver.next_control() == MarkSeen(*NAMES, 12_345)
+
+
+@pytest.mark.parametrize("sent_bytes", [-1, (1 << 62) + 1, 2**64 - 1])
+def test_a_mark_that_no_sender_can_have_reached_is_refused(sent_bytes: int) -> None:
+    receiver = make_receiver()
+
+    with pytest.raises(WireError, match=f"a mark of {sent_bytes} bytes"):
+        receiver.receive_mark_untrusted(sent_bytes)
+
+
+def test_the_largest_mark_and_what_comes_after_it_still_fit_a_message() -> None:
+    receiver = make_receiver(window_bytes=8)
+
+    receiver.receive_mark_untrusted(1 << 62)
+    give(receiver, 0)
+
+    assert receiver.next_control() == MarkSeen(*NAMES, 1 << 62)
+    told = receiver.next_control()
+    assert told == MarkSeen(*NAMES, (1 << 62) + 32)
+    assert len(encode_control(told)) > 0
+
+
+def test_each_eighth_of_the_window_that_was_read_is_told_unasked() -> None:
+    """A datagram has 32 bytes here; a mark brings the lost ones into the count."""
+    receiver = make_receiver(window_bytes=512)
+    give(receiver, 0)
+    assert receiver.next_control() is None
+    give(receiver, 0)  # a duplicate is not new
+    assert receiver.next_control() is None
+
+    give_run(receiver, 1, 1)
+    assert receiver.next_control() == MarkSeen(*NAMES, 64)
+    receiver.receive_mark_untrusted(500)
+    assert receiver.next_control() == MarkSeen(*NAMES, 500)
+    give(receiver, 2)
+
+    assert receiver.next_control() is None
+
+
+def test_an_older_mark_takes_nothing_back() -> None:
+    receiver = make_receiver()
+    receiver.receive_mark_untrusted(500)
+    receiver.receive_mark_untrusted(400)
+
+    assert receiver.next_control() == MarkSeen(*NAMES, 500)
+    assert receiver.next_control() == MarkSeen(*NAMES, 500)
 
 
 @pytest.mark.parametrize(

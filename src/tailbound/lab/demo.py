@@ -36,6 +36,9 @@ T = TypeVar("T", Ready, Done)
 
 START_TIMEOUT_S = 60.0
 """Importing torch in several processes at once on two cores can take this long."""
+WINDOW = 5
+"""Norms averaged by the detector. On small batches a single step's norm changes by
+half in one of seven steps for no reason; a mean of five in one of two hundred."""
 BURST_AT = (0.35, 0.75)
 """Where the two bursts strike, as shares of all steps: after the critical start."""
 
@@ -144,7 +147,9 @@ def run_demo(
     )
     bounds = {
         "fixed": LossBound.fixed(options.p_low),
-        "adaptive": LossBound(p_low=options.p_low, p_high=options.p_high),
+        "adaptive": LossBound(
+            p_low=options.p_low, p_high=options.p_high, window=WINDOW
+        ),
     }
     out = _make_folder(options.out)
     settings = RunSettings(

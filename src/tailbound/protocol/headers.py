@@ -42,8 +42,10 @@ class HeaderTable:
         self.headers_C["kind"] = key.direction
         self.headers_C["counter"] = key.counter
 
-    def is_run_of(self, data: memoryview, num: int, segment_bytes: int) -> int | None:
-        """Check that full datagrams are exactly this round's, one after the other.
+    def match(
+        self, data: memoryview, num: int, segment_bytes: int
+    ) -> int | NDArray[np.int64] | None:
+        """Check that full datagrams are all this round's.
 
         Args:
             data: at least ``num`` datagrams back to back.
@@ -51,14 +53,24 @@ class HeaderTable:
             segment_bytes: bytes of each, not less than a header.
 
         Returns:
-            The first one's chunk number, or None if any header is not as expected.
+            The first one's chunk number if they follow each other, their chunk numbers
+            if they do not, or None if any header is not as expected.
         """
-        first = int.from_bytes(data[16:20], "big")
-        if first + num > self.layout.num_full:
-            return None
+        num_full = self.layout.num_full
         words_KW = np.ndarray((num, WORDS), np.uint64, data, 0, (segment_bytes, 8))
-        same = words_KW == self._words_CW[first : first + num]
-        return first if same.all() else None
+        first = int.from_bytes(data[16:20], "big")
+        if first + num <= num_full:
+            same = words_KW == self._words_CW[first : first + num]
+            if same.all():
+                return first
+        chunks_K = np.ndarray((num,), ">u4", data, 16, (segment_bytes,)).astype(
+            np.int64
+        )
+        if num > 1 and int(chunks_K.max()) < num_full:
+            same = words_KW == self._words_CW[chunks_K]
+            if same.all():
+                return chunks_K
+        return None
 
     def write(
         self,

@@ -64,7 +64,7 @@ def sort_datagrams(
         counters.stale += int(np.count_nonzero(ours_K & ~valid_K))
     room = segment_bytes - HEADER_BYTES
     chunks_K = headers_K["sequence"]
-    if room == layout.tail_bytes:
+    if 0 < room == layout.tail_bytes:
         fits_K = chunks_K == layout.num_full
     elif room == layout.chunk_bytes:
         fits_K = chunks_K < layout.num_full

@@ -193,16 +193,17 @@ class Receiver:
         if self.state is ReceiverState.CLOSED:
             self._duplicates += num
             return
+        is_new = not self.arrived_C[chunks_K].any()
+        if is_new and len(set(chunks_K.tolist())) == num:
+            self._take(chunks_K, rows_KE)
+            return
         # The first of equal numbers in one batch counts, as does the first over time.
         new_K, where_K = np.unique(chunks_K, return_index=True)
         fresh = ~self.arrived_C[new_K]
         new_K, where_K = new_K[fresh], where_K[fresh]
         self._duplicates += num - len(new_K)
         if len(new_K):
-            self.arrived_C[new_K] = True
-            self._missing -= len(new_K)
-            self._sink.put(new_K, rows_KE[where_K])
-            self._tell_progress(len(new_K))
+            self._take(new_K, rows_KE[where_K])
 
     def receive_tail(self, num: int, row_E: NDArray[np.generic]) -> None:
         """Take in ``num`` equal copies of the short last chunk."""
@@ -233,6 +234,13 @@ class Receiver:
         if self.state is ReceiverState.OPEN:
             self._read_bytes = max(self._read_bytes, sent_bytes)
             self._say_read()
+
+    def _take(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
+        """Mark and keep chunks that are new and different."""
+        self.arrived_C[chunks_K] = True
+        self._missing -= len(chunks_K)
+        self._sink.put(chunks_K, rows_KE)
+        self._tell_progress(len(chunks_K))
 
     def _tell_progress(self, num_new: int) -> None:
         self._read_bytes += num_new * self.layout.segment_bytes

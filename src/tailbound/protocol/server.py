@@ -116,13 +116,15 @@ class ServerEndpoint(Endpoint):
 
     def settle(self, now: float) -> None:
         """See Endpoint."""
-        if self.error is not None:
+        if self.error is not None or not self._is_touched:
             return
+        self._is_touched = False
         if self._rounds is None:
             self._try_start(now)
             return
+        open_ranks = self._rounds.open_ranks
         for number, state in self.links.items():
-            if state.peer_rank in self._rounds.open_ranks:
+            if state.peer_rank in open_ranks:
                 receiver = self._rounds.arrival(state.peer_rank, now)
                 receiver.settle(now)
                 # A worker's stop must reach it before the announcement of the mean.

@@ -64,8 +64,10 @@ class ServerRounds:
     _opened_s: float | None = None
     _senders: dict[int, Sender] = field(default_factory=dict)
     _mean_bytes: BucketBytes | None = None
+    _key: RoundKey = field(init=False)
 
     def __post_init__(self) -> None:
+        self._key = self.plan.key(self.index, Direction.IN)
         for spec in self.plan.buckets:
             sizes_L = [int(np.prod(shape, dtype=np.int64)) for shape in spec.shapes]
             self._buckets.append(
@@ -80,7 +82,7 @@ class ServerRounds:
     @property
     def key(self) -> RoundKey:
         """The open round."""
-        return self.plan.key(self.index, Direction.IN)
+        return self._key
 
     def arrival(self, rank: int, now: float) -> Receiver:
         """The receiver of this worker's gradient in the open round."""
@@ -157,7 +159,12 @@ class ServerRounds:
         return arrival is not None and arrival.is_done
 
     def _machines(self) -> list[Sender | Receiver]:
-        receivers = [arrival.receiver for arrival in self._arrivals.values()]
+        # A rank that has nothing leaves its receiver open; it is not the late one.
+        receivers = [
+            arrival.receiver
+            for arrival in self._arrivals.values()
+            if not arrival.is_done
+        ]
         return [*self._senders.values(), *receivers]
 
     def _arrival(self, rank: int, now: float) -> _Arrival:
@@ -213,6 +220,7 @@ class ServerRounds:
         self._arrivals.clear()
         self._opened_s = None
         self.index += 1
+        self._key = self.plan.key(self.index, Direction.IN)
         return Mean(
             key.counter,
             key.bucket,

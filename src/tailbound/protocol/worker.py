@@ -77,7 +77,8 @@ class WorkerEndpoint(Endpoint):
         self._index = 0
         self._round: WorkerRound | None = None
         self._gather = Gather(world_size)
-        self._p, self._critical = bound.p_low, True
+        # Each bucket has a detector of its own on the server.
+        self._regimes = [(bound.p_low, True)] * len(buckets)
         self._weight = 0.0
 
     def connect(self, link: Link, now: float) -> None:
@@ -138,14 +139,15 @@ class WorkerEndpoint(Endpoint):
                 "weight is 0 or 1e-30 to 1e30 and loss_scale 1e-30 to 1e30, "
                 f"not {weight} and {loss_scale}"
             )
+        p, critical = self._regimes[key.bucket]
         self._round = WorkerRound(
             self.plan,
             self._index,
             values_N,
             rank=self.rank,
             weight=weight,
-            p=self._p,
-            critical=self._critical,
+            p=p,
+            critical=critical,
             now=now,
         )
         self.links[LINK].control.append(begin)
@@ -182,8 +184,7 @@ class WorkerEndpoint(Endpoint):
                 mean.counter,
                 mean.bucket,
                 mean.total_weight,
-                self._p,
-                self._critical,
+                *self._regimes[mean.bucket],
                 mean.norm,
                 mean.ratio,
                 mean.verdict,
@@ -191,7 +192,7 @@ class WorkerEndpoint(Endpoint):
             )
         )
         # All ranks learn the next bound with the mean of the same round.
-        self._p, self._critical = mean.p, mean.critical
+        self._regimes[mean.bucket] = mean.p, mean.critical
 
     def timer(self) -> float | None:
         """See Endpoint."""

@@ -39,7 +39,7 @@ MAX_IDLE_TURNS = 8
 due has nothing to do then, and a real driver would spin at full CPU."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Station:
     """One endpoint and the paths that lead to it, one per link."""
 
@@ -261,9 +261,17 @@ class FakeNet:
             True if anything moved.
         """
         self.on_turn()
+        stations = self._living()
+        for station in stations:
+            self._settle(station)
+        # A test or a timer may have moved any of them; later only news does.
+        busy = stations
         moved = False
-        while self._exchange() | self._deliver_all(self._living()):
-            moved = True
+        while busy:
+            for station in busy:
+                moved |= self._send(station)
+            busy = [station for station in stations if self._receive(station)]
+            moved |= bool(busy)
         return moved
 
     def turn(self) -> bool:
@@ -284,7 +292,9 @@ class FakeNet:
         if next_s == math.inf:
             return False
         if self._tick_s:
-            next_s = math.ceil(next_s / self._tick_s) * self._tick_s
+            # The product may be a hair below what it was made from.
+            on_tick_s = math.ceil(next_s / self._tick_s) * self._tick_s
+            next_s = max(next_s, on_tick_s)
         self._idle_turns = 0 if moved or next_s > self.now else self._idle_turns + 1
         if self._idle_turns > MAX_IDLE_TURNS:
             raise AssertionError(f"a timer is due at {next_s} s with nothing to do")
@@ -298,13 +308,15 @@ class FakeNet:
     def _living(self) -> list[Station]:
         return [s for s in (self._server, *self._workers) if not s.is_dead]
 
-    def _exchange(self) -> bool:
-        """Carry what the endpoints have to send onto the paths."""
+    def _send(self, station: Station) -> bool:
+        """Carry what an endpoint has to send onto the paths."""
+        if station is not self._server:
+            rank = self._workers.index(station)
+            return self._carry(station.endpoint, LINK, self._server, rank)
         moved = False
-        for rank, station in enumerate(self._workers):
-            if not station.is_dead:
-                moved |= self._carry(self.server, rank, station, LINK)
-                moved |= self._carry(station.endpoint, LINK, self._server, rank)
+        for rank, worker in enumerate(self._workers):
+            if not worker.is_dead:
+                moved |= self._carry(self.server, rank, worker, LINK)
         return moved
 
     def _carry(self, source: Endpoint, link: int, target: Station, number: int) -> bool:
@@ -330,31 +342,31 @@ class FakeNet:
             if fits and number not in target.cut:
                 path.push_datagrams(Batch(self._out, *sent), self.now)
 
-    def _deliver_all(self, stations: list[Station]) -> bool:
-        moved = False
-        for station in stations:
-            moved |= self._deliver(station)
-        return moved
-
-    def _deliver(self, station: Station) -> bool:
+    def _receive(self, station: Station) -> bool:
+        """Hand an endpoint what is due, as a driver does: datagrams, then control."""
+        due = [
+            (number, path)
+            for number, path in station.paths.items()
+            if (due_s := path.next_due_s()) is not None and due_s <= self.now
+        ]
+        if not due:
+            return False
         endpoint = station.endpoint
-        moved = False
-        control = {
-            number: path.pop_control(self.now) for number, path in station.paths.items()
-        }
-        for number, path in station.paths.items():
+        control = [(number, path.pop_control(self.now)) for number, path in due]
+        for number, path in due:
             for batch in path.pop_datagrams(self.now):
                 endpoint.receive_datagrams(number, *batch, self.now)
-                moved = True
         endpoint.settle(self.now)
-        for number, messages in control.items():
+        for number, messages in control:
             for data in messages:
                 endpoint.receive_control(number, data, self.now)
-                moved = True
-        endpoint.settle(self.now)
-        while (event := endpoint.next_event()) is not None:
+        self._settle(station)
+        return True
+
+    def _settle(self, station: Station) -> None:
+        station.endpoint.settle(self.now)
+        while (event := station.endpoint.next_event()) is not None:
             station.events.append(event)
-        return moved
 
     def _next_s(self, station: Station) -> float:
         dues = [path.next_due_s() for path in station.paths.values()]
