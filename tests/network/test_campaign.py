@@ -158,7 +158,7 @@ class Forger:
     def __init__(self, net: FakeNet, scenario: Scenario, rng: np.random.Generator):
         self.net, self.scenario, self.rng = net, scenario, rng
         self.session = net.server.session
-        self.counter = 1
+        self.counter = self.num_chunks = self.room = 1
         self.num = {"stale": 0, "foreign": 0, "malformed": 0}
 
     def forge(self) -> None:
@@ -177,8 +177,7 @@ class Forger:
         direction = Direction.IN if to_server else Direction.BACK
         sender = rank if to_server else SERVER_RANK
         session, bucket = self.session, (counter - 1) % num_buckets
-        room = self.scenario.mtu - 52
-        room -= room % 8
+        room = self.room
         sequence, length, version, size = 0, room, 1, None
         if fate == "stale":
             match rng.integers(3):
@@ -198,7 +197,7 @@ class Forger:
         else:
             match rng.integers(5):
                 case 0:
-                    sequence = int(rng.choice([201, 2**32 - 1]))
+                    sequence = int(rng.choice([self.num_chunks, 2**32 - 1]))
                 case 1:
                     length = int(rng.choice([0, room - 1, 65535]))
                 case 2:
@@ -310,6 +309,8 @@ def check_round(
     dtype, num = spec.dtype, spec.num_elements
     elements_per_chunk = room_bytes // np.dtype(WIRE[dtype]).itemsize
     num_chunks = -(-num // elements_per_chunk)
+    forger.num_chunks = num_chunks
+    forger.room = room_bytes - room_bytes % np.dtype(WIRE[dtype]).itemsize
     weight_W = [
         float(w) for w in rng.choice([0.0, 0.5, 1, 1, 1, 2], scenario.world_size)
     ]

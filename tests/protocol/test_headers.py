@@ -168,7 +168,7 @@ def test_a_run_of_full_chunks_is_known_by_its_first(
 ) -> None:
     data = packed(*chunks)
 
-    found = make_table(FOUR).is_run_of(memoryview(data), len(chunks), 30)
+    found = make_table(FOUR).match(memoryview(data), len(chunks), 30)
 
     assert found == first
 
@@ -180,7 +180,7 @@ def test_one_wrong_field_in_one_header_and_it_is_no_run(field: str, place: int) 
     headers_K = np.ndarray((2,), HEADER, memoryview(data), 0, (30,))
     headers_K[field][place] += 1
 
-    assert make_table(FOUR).is_run_of(memoryview(data), 2, 30) is None
+    assert make_table(FOUR).match(memoryview(data), 2, 30) is None
 
 
 @pytest.mark.parametrize("sequence", [2, 3, 2**32 - 1])
@@ -188,7 +188,7 @@ def test_a_run_that_reaches_past_the_full_chunks_is_none(sequence: int) -> None:
     data = packed(1, 2)
     data[16:20] = sequence.to_bytes(4, "big")
 
-    assert make_table(FOUR).is_run_of(memoryview(data), 2, 30) is None
+    assert make_table(FOUR).match(memoryview(data), 2, 30) is None
 
 
 def test_a_table_turns_from_round_to_round() -> None:
@@ -198,12 +198,12 @@ def test_a_table_turns_from_round_to_round() -> None:
 
     table.set_round(next_key)
     assert table.key == next_key
-    assert table.is_run_of(memoryview(data), 3, 30) is None
+    assert table.match(memoryview(data), 3, 30) is None
     assert table.headers_C["counter"].tolist() == [2**32 - 1] * 4
     assert table.headers_C["kind"].tolist() == [1] * 4
 
     table.set_round(KEY)
-    assert table.is_run_of(memoryview(data), 3, 30) == 0
+    assert table.match(memoryview(data), 3, 30) == 0
 
 
 def test_headers_of_a_bucket_number_its_chunks_and_tell_their_bytes() -> None:

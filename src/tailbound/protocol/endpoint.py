@@ -215,7 +215,8 @@ class Endpoint(ABC):
         if chunks_K is None:
             return None
         table = self._table(sender.key, self.rank)
-        return rows.pack(chunks_K, table, out), rows.layout.segment_bytes
+        num_bytes = rows.pack(chunks_K, table, out, is_ascending=sender.is_ascending)
+        return num_bytes, rows.layout.segment_bytes
 
     def next_control(self, link: int) -> bytes | None:
         """Bytes to put into the link's TCP stream, after the batches taken so far."""
@@ -340,7 +341,7 @@ class Endpoint(ABC):
             assert self.plan is not None
             layout = self.plan.layout(key.bucket)
             table = self._tables[place] = HeaderTable(layout, key, self.session, rank)
-        elif table.key != key:
+        elif table.key is not key and table.key != key:
             table.set_round(key)
         return table
 

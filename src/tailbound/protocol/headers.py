@@ -1,8 +1,8 @@
 """All headers of a bucket's datagrams, prepared: written and checked a batch at a time.
 
 A round's headers are known in advance but for the counter. Sending copies a run of
-them; receiving compares a run of them, three 64-bit words each, which checks version,
-kind, bucket, counter, session, sequence, length and rank in one operation.
+them; receiving compares a run of them, which checks version, kind, bucket, counter,
+session, sequence, length and rank in one operation.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from tailbound.protocol.chunks import ChunkLayout, is_run
 from tailbound.protocol.events import RoundKey
 from tailbound.protocol.wire import HEADER, HEADER_BYTES, make_header
 
-WORDS = HEADER_BYTES // 8
+_OPAQUE = np.dtype(f"V{HEADER_BYTES}")
 
 
 class HeaderTable:
@@ -29,9 +29,8 @@ class HeaderTable:
         self.headers_C["length"] = layout.chunk_bytes
         if layout.tail_bytes:
             self.headers_C["length"][-1] = layout.tail_bytes
-        self._words_CW: NDArray[np.uint64] = self.headers_C.view(np.uint64).reshape(
-            layout.num_chunks, WORDS
-        )
+        self._num_full = layout.num_full
+        self._bytes = self.headers_C.tobytes()
         self._raw_CB = self.headers_C.view(np.uint8).reshape(
             layout.num_chunks, HEADER_BYTES
         )
@@ -41,6 +40,7 @@ class HeaderTable:
         self.key = key
         self.headers_C["kind"] = key.direction
         self.headers_C["counter"] = key.counter
+        self._bytes = self.headers_C.tobytes()
 
     def match(
         self, data: memoryview, num: int, segment_bytes: int
@@ -56,21 +56,24 @@ class HeaderTable:
             The first one's chunk number if they follow each other, their chunk numbers
             if they do not, or None if any header is not as expected.
         """
-        num_full = self.layout.num_full
-        words_KW = np.ndarray((num, WORDS), np.uint64, data, 0, (segment_bytes, 8))
+        # Comparing bytes takes a third of the time of comparing arrays this small.
+        headers_K = np.ndarray((num,), _OPAQUE, data, 0, (segment_bytes,)).tobytes()
         first = int.from_bytes(data[16:20], "big")
-        if first + num <= num_full:
-            same = words_KW == self._words_CW[first : first + num]
-            if same.all():
-                return first
+        if (
+            first + num <= self._num_full
+            and headers_K
+            == self._bytes[first * HEADER_BYTES : (first + num) * HEADER_BYTES]
+        ):
+            return first
         chunks_K = np.ndarray((num,), ">u4", data, 16, (segment_bytes,)).astype(
             np.int64
         )
-        if num > 1 and int(chunks_K.max()) < num_full:
-            same = words_KW == self._words_CW[chunks_K]
-            if same.all():
-                return chunks_K
-        return None
+        is_known = (
+            num > 1
+            and int(chunks_K.max()) < self._num_full
+            and headers_K == self._raw_CB[chunks_K].tobytes()
+        )
+        return chunks_K if is_known else None
 
     def write(
         self,
@@ -102,7 +105,12 @@ class BucketBytes:
         self._has_tail = layout.tail_bytes > 0
 
     def pack(
-        self, chunks_K: NDArray[np.int64], table: HeaderTable, out: memoryview
+        self,
+        chunks_K: NDArray[np.int64],
+        table: HeaderTable,
+        out: memoryview,
+        *,
+        is_ascending: bool = False,
     ) -> int:
         """Write datagrams for these chunks back to back.
 
@@ -110,6 +118,7 @@ class BucketBytes:
             chunks_K: chunk numbers; a short last chunk only at the end.
             table: the round's headers.
             out: room for them; at least K * segment_bytes.
+            is_ascending: the numbers are known to grow, but for one wrap-around.
 
         Returns:
             Bytes written.
@@ -121,8 +130,9 @@ class BucketBytes:
         if num_full:
             full_K = chunks_K[:num_full] if has_tail else chunks_K
             rows: NDArray[np.int64] | slice = full_K
-            if is_run(full_K):
-                first = int(full_K[0])
+            first = int(full_K[0])
+            spans = int(full_K[-1]) - first == num_full - 1
+            if spans and (is_ascending or is_run(full_K)):
                 rows = slice(first, first + num_full)
             out_KB = np.ndarray((num_full, segment), np.uint8, out)
             table.write(rows, out_KB[:, :HEADER_BYTES])

@@ -95,8 +95,11 @@ class Sender:
         window_bytes: int,
         timeout_s: float,
         silence_s: float,
+        is_ascending: bool = False,
     ) -> None:
         self.key, self.layout, self.peer = key, layout, peer
+        self.is_ascending = is_ascending
+        """The order ascends, but for one wrap-around."""
         self.state = SenderState.SENDING
         self.window = Window(window_bytes)
         self._order_C = order_C

@@ -293,6 +293,7 @@ class ServerRounds:
                 window_bytes=limits.window_bytes,
                 timeout_s=limits.timeout_s,
                 silence_s=limits.silence_s,
+                is_ascending=True,
             )
             for rank in range(self.plan.world_size)
         }

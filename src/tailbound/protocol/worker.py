@@ -226,9 +226,7 @@ class WorkerEndpoint(Endpoint):
         return self._round.receiver, FORMATS[spec.dtype]
 
     def _expected(self, link: int) -> RoundKey | None:
-        if self.plan is None or self._round is None:
-            return None
-        return self.plan.key(self._index, Direction.BACK)
+        return None if self._round is None else self._round.back_key
 
     def _handle(self, link: int, message: Message, now: float) -> None:
         state = self.links[link]

@@ -63,6 +63,7 @@ class WorkerRound:
                 window_bytes=plan.limits.window_bytes,
                 timeout_s=plan.limits.timeout_s,
                 silence_s=plan.limits.silence_s,
+                is_ascending=plan.bound.order != "norm",
             )
         # Open from the start: the mean's datagrams may overtake the stop over TCP,
         # and once the server computes a mean it never asks for this gradient again.

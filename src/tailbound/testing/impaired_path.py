@@ -66,8 +66,13 @@ class ImpairedPath:
 
     def next_due_s(self) -> float | None:
         """When something is due next."""
-        times = (self._datagrams.next_due_s(), self._control.next_due_s())
-        return min((time for time in times if time is not None), default=None)
+        datagrams_s, control_s = (
+            self._datagrams.next_due_s(),
+            self._control.next_due_s(),
+        )
+        if datagrams_s is None or control_s is None:
+            return control_s if datagrams_s is None else datagrams_s
+        return min(datagrams_s, control_s)
 
     def _push_equal(
         self, data: memoryview, num: int, segment_bytes: int, now: float

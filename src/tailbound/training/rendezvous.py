@@ -19,6 +19,9 @@ from tailbound.transport.group import Server
 
 _attached = 0
 """Jobs attached by this process so far: each gets its own key in the store."""
+_stores: dict[tuple[str, str], Store] = {}
+"""By master's address and port. Kept: without an agent, rank 0's store is the one that
+all others read from, and it would end with its last reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +32,24 @@ class Place:
     world_size: int
 
 
-def find_place() -> Place:
+def find_place(*, has_server: bool = False) -> Place:
     """Rank and world size: of the process group, of torchrun, or a job of one.
 
+    Args:
+        has_server: the user named a server, so this is no job of one by default.
+
     Raises:
-        ConfigError: RANK and WORLD_SIZE are set but make no sense.
+        ConfigError: RANK and WORLD_SIZE are set but make no sense, or are needed.
     """
     if dist.is_available() and dist.is_initialized():
         return Place(dist.get_rank(), dist.get_world_size())
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None and world_size is None:
+        if has_server:
+            raise ConfigError(
+                "Transport(server=...) is set but RANK and WORLD_SIZE are not; start "
+                "the script with torchrun or set both"
+            )
         return Place(0, 1)
     try:
         place = Place(int(rank or ""), int(world_size or ""))
@@ -57,13 +68,14 @@ def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]
 
     Raises:
         ConfigError: no store to meet in.
-        UnreachableError: rank 0 did not publish an address in time.
+        UnreachableError: there is no way to the store, or rank 0 did not publish an
+            address in time.
     """
     global _attached
     _attached += 1
     if transport.server is not None:
         return transport.server, None
-    store = _job_store()
+    store = _job_store(transport.timeout_s)
     # A restarted job must not read the address that the last attempt left behind.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"tailbound/{attempt}/{_attached}/server"
@@ -73,11 +85,16 @@ def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]
             transport.bind, master, is_loopback_fine=_is_one_host(place)
         )
         server = Server(place.world_size, host=host, transport=transport)
-        store.set(key, server.address)
+        try:
+            store.set(key, server.address)
+        except RuntimeError as error:
+            server.close()
+            raise _lost_store(error) from error
         return server.address, server
     try:
         store.wait([key], timedelta(seconds=transport.timeout_s))
-    except (RuntimeError, dist.DistError) as error:
+        return store.get(key).decode(), None
+    except dist.DistStoreError as error:
         raise UnreachableError(
             "the job's store",
             "rank 0",
@@ -85,7 +102,8 @@ def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]
             f"no address was published within {transport.timeout_s:.0f} s; did rank 0 "
             "reach tailbound.attach?",
         ) from error
-    return store.get(key).decode(), None
+    except RuntimeError as error:
+        raise _lost_store(error) from error
 
 
 def _is_one_host(place: Place) -> bool | None:
@@ -96,18 +114,48 @@ def _is_one_host(place: Place) -> bool | None:
     return int(local) >= place.world_size
 
 
-def _job_store() -> Store:
+def _job_store(timeout_s: float) -> Store:
     if dist.is_available() and dist.is_initialized():
         # The only way to the store of an initialised group; torch has kept this name
         # since 1.8, and tests hold it.
         return dist.distributed_c10d._get_default_store()
     missing = [
-        name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)
     ]
     if missing:
         raise ConfigError(
             f"{' and '.join(missing)} not set: start the script with torchrun, or give "
             "Transport(server='host:port') of a running `tailbound serve`"
         )
-    store, _, _ = next(iter(rendezvous("env://")))
-    return store
+    master = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not master[1].isdecimal() or not 1 <= int(master[1]) <= 65535:
+        raise ConfigError(f"MASTER_PORT is 1 to 65535, not {master[1]!r}")
+    if master not in _stores:
+        try:
+            met = rendezvous("env://", timeout=timedelta(seconds=timeout_s))
+            _stores[master], _, _ = next(iter(met))
+        except RuntimeError as error:
+            raise UnreachableError(
+                "TCP",
+                "the job's store",
+                ":".join(master),
+                f"the ranks did not meet there within {timeout_s:.0f} s "
+                f"({_first_line(error)}); do MASTER_ADDR and MASTER_PORT name rank 0's "
+                "host, and is the port free there?",
+            ) from error
+    return _stores[master]
+
+
+def _lost_store(error: RuntimeError) -> UnreachableError:
+    master = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    return UnreachableError(
+        "TCP",
+        "the job's store",
+        ":".join(master),
+        f"{_first_line(error)}; is the process that hosts it, torchrun or rank 0, "
+        "still there?",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
