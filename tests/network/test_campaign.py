@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tailbound.config import LossBound
+from tailbound.config import Holes, LossBound, Order
 from tailbound.impairments import (
     BurstLoss,
     GilbertElliottLoss,
@@ -39,6 +39,8 @@ JOBS_PER_TEST = 10
 
 DELTA = 1e-9
 """Probability that a round exceeds the bound of sends by bad luck."""
+HOLES: tuple[Holes, ...] = ("zero", "received_mean")
+ORDERS: tuple[Order, ...] = ("rotate", "fixed", "norm")
 BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 WIRE = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
@@ -129,8 +131,8 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         p_low=float(p_low),
         p_high=float(p_high),
         frequency=int(rng.integers(1, 4)),
-        holes=str(rng.choice(["zero", "received_mean"])),
-        order=str(rng.choice(["rotate", "fixed", "norm"])),
+        holes=HOLES[rng.integers(2)],
+        order=ORDERS[rng.integers(3)],
     )
     delay_s = float(rng.choice([0.0, 0.0005, 0.001, 0.005]))
     both = {"delay_s": delay_s}
@@ -158,7 +160,7 @@ class Forger:
     def __init__(self, net: FakeNet, scenario: Scenario, rng: np.random.Generator):
         self.net, self.scenario, self.rng = net, scenario, rng
         self.session = net.server.session
-        self.counter = self.num_chunks = self.room = 1
+        self.counter = self.num_full = self.room = 1
         self.num = {"stale": 0, "foreign": 0, "malformed": 0}
 
     def forge(self) -> None:
@@ -197,7 +199,7 @@ class Forger:
         else:
             match rng.integers(5):
                 case 0:
-                    sequence = int(rng.choice([self.num_chunks, 2**32 - 1]))
+                    sequence = int(rng.choice([self.num_full, 2**32 - 1]))
                 case 1:
                     length = int(rng.choice([0, room - 1, 65535]))
                 case 2:
@@ -309,7 +311,7 @@ def check_round(
     dtype, num = spec.dtype, spec.num_elements
     elements_per_chunk = room_bytes // np.dtype(WIRE[dtype]).itemsize
     num_chunks = -(-num // elements_per_chunk)
-    forger.num_chunks = num_chunks
+    forger.num_full = num // elements_per_chunk
     forger.room = room_bytes - room_bytes % np.dtype(WIRE[dtype]).itemsize
     weight_W = [
         float(w) for w in rng.choice([0.0, 0.5, 1, 1, 1, 2], scenario.world_size)

@@ -3,7 +3,7 @@
 Axes: N elements of the bucket, C chunks, K chunks of one batch, E elements a chunk.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,19 @@ class ChunkLayout:
     room_bytes: int
     """Bytes of data that a datagram has room for."""
 
+    elements_per_chunk: int = field(init=False, repr=False, compare=False)
+    """E, of every chunk but possibly the last."""
+    num_chunks: int = field(init=False, repr=False, compare=False)
+    """C."""
+    num_full: int = field(init=False, repr=False, compare=False)
+    """Chunks that have all E elements: C or C - 1."""
+    chunk_bytes: int = field(init=False, repr=False, compare=False)
+    """Data bytes of a full chunk."""
+    tail_bytes: int = field(init=False, repr=False, compare=False)
+    """Data bytes of the short last chunk, 0 if there is none."""
+    segment_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of a full datagram, header included."""
+
     def __post_init__(self) -> None:
         if self.num_elements < 1:
             raise ShapeError("a bucket has at least one element")
@@ -37,41 +50,23 @@ class ChunkLayout:
             raise ShapeError(f"elements have 2, 4 or 8 bytes, not {self.itemsize}")
         if self.room_bytes < self.itemsize:
             raise ShapeError(f"no element fits into {self.room_bytes} bytes")
+        per_chunk = self.room_bytes // self.itemsize
+        full, rest = divmod(self.num_elements, per_chunk)
+        # Stored, not computed on demand: the hot path asks five times a batch.
+        for name, value in (
+            ("elements_per_chunk", per_chunk),
+            ("num_chunks", full + (rest > 0)),
+            ("num_full", full),
+            ("chunk_bytes", per_chunk * self.itemsize),
+            ("tail_bytes", rest * self.itemsize),
+            ("segment_bytes", HEADER_BYTES + per_chunk * self.itemsize),
+        ):
+            object.__setattr__(self, name, value)
         if self.num_chunks - 1 > MAX_SEQUENCE:
             raise ShapeError(
                 f"{self.num_chunks} chunks do not fit the 32-bit sequence number; "
                 "use smaller buckets or a larger MTU"
             )
-
-    @property
-    def elements_per_chunk(self) -> int:
-        """E, of every chunk but possibly the last."""
-        return self.room_bytes // self.itemsize
-
-    @property
-    def num_chunks(self) -> int:
-        """C."""
-        return -(-self.num_elements // self.elements_per_chunk)
-
-    @property
-    def num_full(self) -> int:
-        """Chunks that have all E elements: C or C - 1."""
-        return self.num_elements // self.elements_per_chunk
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Data bytes of a full chunk."""
-        return self.elements_per_chunk * self.itemsize
-
-    @property
-    def tail_bytes(self) -> int:
-        """Data bytes of the short last chunk, 0 if there is none."""
-        return (self.num_elements % self.elements_per_chunk) * self.itemsize
-
-    @property
-    def segment_bytes(self) -> int:
-        """Bytes of a full datagram, header included."""
-        return HEADER_BYTES + self.chunk_bytes
 
     def num_bytes(self, chunks_K: NDArray[np.int64]) -> int:
         """Data bytes of these chunks."""

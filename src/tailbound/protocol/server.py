@@ -1,5 +1,7 @@
 """The server's endpoint: one link per worker (DBLP, Algorithm 3)."""
 
+import math
+
 from tailbound.config import LossBound
 from tailbound.errors import (
     HandshakeError,
@@ -69,6 +71,7 @@ class ServerEndpoint(Endpoint):
         self._hellos: dict[int, Hello] = {}
         self._rounds: ServerRounds | None = None
         self._gathers = GatherWatch(world_size)
+        self._mean_due_s: float | None = None
         self._ended = False
         self.dropped: list[int] = []
         """Links that the I/O side must close: they were no workers of this job."""
@@ -127,18 +130,18 @@ class ServerEndpoint(Endpoint):
             if state.peer_rank in open_ranks:
                 receiver = self._rounds.arrival(state.peer_rank, now)
                 receiver.settle(now)
-                # A worker's stop must reach it before the announcement of the mean.
                 self._collect(number, receiver)
-        mean = self._rounds.try_finish(now)
-        if mean is not None:
-            for state in self._workers():
-                state.control.append(mean)
+        if self._mean_due_s is None and self._rounds.is_all_in:
+            # For the next turn: the stops must leave before a large bucket's division.
+            self._mean_due_s = math.nextafter(now, math.inf)
 
     def timer(self) -> float | None:
         """See Endpoint."""
         if self.error is not None or self._ended:
             return None
         times = self._ping_timers()
+        if self._mean_due_s is not None:
+            times.append(self._mean_due_s)
         if self._rounds is None:
             times.append(self._join_deadline_s)
         if self._gathers.opened_s is not None:
@@ -153,6 +156,7 @@ class ServerEndpoint(Endpoint):
             return
         self._queue_pings(now)
         if self._rounds is not None:
+            self._take_mean(self._rounds, now)
             error = self._rounds.handle_timer(now) or self._late_gather(now)
             if error is not None:
                 self.fail(error)
@@ -160,6 +164,15 @@ class ServerEndpoint(Endpoint):
             self.fail(self._not_all_here())
         else:
             self._try_start(now)
+
+    def _take_mean(self, rounds: ServerRounds, now: float) -> None:
+        if self._mean_due_s is None or now < self._mean_due_s:
+            return
+        self._mean_due_s = None
+        mean = rounds.try_finish(now)
+        if mean is not None:
+            for state in self._workers():
+                state.control.append(mean)
 
     def _late_gather(self, now: float) -> TailboundError | None:
         opened_s = self._gathers.opened_s

@@ -116,16 +116,15 @@ class ServerRounds:
         """Workers that have begun the open round."""
         return tuple(self._arrivals)
 
-    def try_finish(self, now: float) -> Mean | None:
-        """Take the mean once every worker's gradient is in.
-
-        Returns:
-            What to announce to every worker, once per round.
-        """
+    @property
+    def is_all_in(self) -> bool:
+        """Every worker's gradient is in, within the bound, and its weight known."""
         done = [arrival.is_done for arrival in self._arrivals.values()]
-        if len(done) < self.plan.world_size or not all(done):
-            return None
-        return self._finish(now)
+        return len(done) == self.plan.world_size and all(done)
+
+    def try_finish(self, now: float) -> Mean | None:
+        """Take the mean if all is in; returns what to announce to every worker."""
+        return self._finish(now) if self.is_all_in else None
 
     def timer(self) -> float | None:
         """When ``handle_timer`` has something to do."""

@@ -1,6 +1,8 @@
 """What a job exchanges through: a bounded-loss group, a process group, or nothing."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tailbound.errors import ConfigError, PeerLostError
 from tailbound.protocol.events import Reduced
 from tailbound.transport.group import Group
 
@@ -26,7 +29,7 @@ class Exchange(ABC):
         values_N: NDArray[Any],
         weight: float,
         *,
-        learning_rate: float,
+        learning_rate: float | None,
         loss_scale: float,
     ) -> Reduced:
         """Replace a gradient, already multiplied by the weight, by the mean.
@@ -35,7 +38,7 @@ class Exchange(ABC):
             flat: the bucket as a tensor; shares its memory with ``values_N``.
             values_N: the bucket in the wire dtype.
             weight: what is behind it.
-            learning_rate: of the optimizer.
+            learning_rate: of the optimizer, if it has one.
             loss_scale: factor that the gradient carries.
         """
 
@@ -65,7 +68,7 @@ class GroupExchange(Exchange):
         values_N: NDArray[Any],
         weight: float,
         *,
-        learning_rate: float,
+        learning_rate: float | None,
         loss_scale: float,
     ) -> Reduced:
         """See Exchange."""
@@ -102,7 +105,7 @@ class ExactExchange(Exchange):
         values_N: NDArray[Any],
         weight: float,
         *,
-        learning_rate: float,
+        learning_rate: float | None,
         loss_scale: float,
     ) -> Reduced:
         """See Exchange."""
@@ -133,38 +136,69 @@ class LocalExchange(ExactExchange):
 
 
 class ProcessGroupExchange(ExactExchange):
-    """Over torch's default process group, on its own backend."""
+    """Over torch's default process group.
+
+    Raises:
+        ConfigError: the group cannot carry CPU tensors.
+    """
 
     def __init__(self) -> None:
+        backends = dist.get_backend_config()
+        if "cpu:" not in backends:
+            raise ConfigError(
+                "network=None averages gradients in CPU memory, which this process "
+                f"group ({backends}) cannot; use "
+                "init_process_group('cpu:gloo,cuda:nccl')"
+            )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def average(self, flat: Tensor, weight: float) -> float:
-        """See ExactExchange; sums in float32 at least, so float16 cannot overflow."""
+        """See ExactExchange; sums in float32 at least, so float16 cannot overflow.
+
+        Raises:
+            PeerLostError: another rank is gone, or the group was destroyed.
+        """
         narrow = flat.dtype in (torch.float16, torch.bfloat16)
         sum_N = flat.float() if narrow else flat.clone()
         if weight == 0.0:
             sum_N.zero_()
         weight_1 = torch.tensor([weight], dtype=torch.float64)
-        dist.all_reduce(sum_N)
-        dist.all_reduce(weight_1)
+        with _named("an exact average"):
+            dist.all_reduce(sum_N)
+            dist.all_reduce(weight_1)
         total = float(weight_1)
         if total:
             flat.copy_(sum_N.div_(total))
         return total
 
     def all_gather(self, data: bytes) -> tuple[bytes, ...]:
-        """See Exchange."""
-        sizes_W = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes_W, torch.tensor([len(data)]))
-        parts = []
-        for rank, size in enumerate(int(size) for size in sizes_W):
-            part = torch.zeros(size, dtype=torch.uint8)
-            if rank == self.rank and size:
-                part = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-            if size:
-                dist.broadcast(part, rank)
-            parts.append(part.numpy().tobytes())
+        """See Exchange.
+
+        Raises:
+            PeerLostError: another rank is gone, or the group was destroyed.
+        """
+        with _named("an all-gather"):
+            sizes_W = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(sizes_W, torch.tensor([len(data)]))
+            parts = []
+            for rank, size in enumerate(int(size) for size in sizes_W):
+                part = torch.zeros(size, dtype=torch.uint8)
+                if rank == self.rank and size:
+                    part = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+                if size:
+                    dist.broadcast(part, rank)
+                parts.append(part.numpy().tobytes())
         return tuple(parts)
 
     def close(self) -> None:
         """See Exchange: the process group is the user's to destroy."""
+
+
+@contextmanager
+def _named(phase: str) -> Iterator[None]:
+    """Give torch's RuntimeError and ValueError the name of a lost peer."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PeerLostError(("another rank",), phase, reason) from error

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
-from tailbound.config import Transport
-from tailbound.errors import ConfigError, UnreachableError
+from tailbound.config import Transport, format_address
+from tailbound.errors import ConfigError, PeerLostError, UnreachableError
 from tailbound.transport.addresses import resolve_bind
 from tailbound.transport.group import Server
 
 _attached = 0
 """Jobs attached by this process so far: each gets its own key in the store."""
-_stores: dict[tuple[str, str], Store] = {}
-"""By master's address and port. Kept: without an agent, rank 0's store is the one that
-all others read from, and it would end with its last reference."""
+_stores: dict[str, Store] = {}
+"""By the master's address. Kept: where torchrun hosts none, rank 0's store is the one
+that all others read from, and it would end with its last reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]
 
     Raises:
         ConfigError: no store to meet in.
-        UnreachableError: there is no way to the store, or rank 0 did not publish an
-            address in time.
+        UnreachableError: there is no way to the store.
+        PeerLostError: the store ended, or rank 0 published no address in time.
     """
     global _attached
     _attached += 1
@@ -79,31 +79,31 @@ def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]
     # A restarted job must not read the address that the last attempt left behind.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"tailbound/{attempt}/{_attached}/server"
-    if place.rank == 0:
-        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        host = resolve_bind(
-            transport.bind, master, is_loopback_fine=_is_one_host(place)
-        )
-        server = Server(place.world_size, host=host, transport=transport)
-        try:
-            store.set(key, server.address)
-        except RuntimeError as error:
-            server.close()
-            raise _lost_store(error) from error
-        return server.address, server
+    server = None
     try:
+        if place.rank == 0:
+            server = _make_server(place, transport)
+            store.set(key, server.address)
+            return server.address, server
         store.wait([key], timedelta(seconds=transport.timeout_s))
         return store.get(key).decode(), None
     except dist.DistStoreError as error:
-        raise UnreachableError(
-            "the job's store",
-            "rank 0",
-            key,
-            f"no address was published within {transport.timeout_s:.0f} s; did rank 0 "
-            "reach tailbound.attach?",
-        ) from error
+        reason = (
+            f"it published no server address within {transport.timeout_s:.0f} s; did "
+            "it reach tailbound.attach?"
+        )
+        raise PeerLostError(("rank 0",), "start-up", reason) from error
     except RuntimeError as error:
-        raise _lost_store(error) from error
+        if server is not None:
+            server.close()
+        host = "the job's store, which torchrun or rank 0 hosts,"
+        raise PeerLostError((host,), "start-up", _first_line(error)) from error
+
+
+def _make_server(place: Place, transport: Transport) -> Server:
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    host = resolve_bind(transport.bind, master, is_loopback_fine=_is_one_host(place))
+    return Server(place.world_size, host=host, transport=transport)
 
 
 def _is_one_host(place: Place) -> bool | None:
@@ -127,9 +127,10 @@ def _job_store(timeout_s: float) -> Store:
             f"{' and '.join(missing)} not set: start the script with torchrun, or give "
             "Transport(server='host:port') of a running `tailbound serve`"
         )
-    master = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if not master[1].isdecimal() or not 1 <= int(master[1]) <= 65535:
-        raise ConfigError(f"MASTER_PORT is 1 to 65535, not {master[1]!r}")
+    port = os.environ["MASTER_PORT"]
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"MASTER_PORT is 1 to 65535, not {port!r}")
+    master = format_address(os.environ["MASTER_ADDR"], int(port))
     if master not in _stores:
         try:
             met = rendezvous("env://", timeout=timedelta(seconds=timeout_s))
@@ -138,23 +139,11 @@ def _job_store(timeout_s: float) -> Store:
             raise UnreachableError(
                 "TCP",
                 "the job's store",
-                ":".join(master),
-                f"the ranks did not meet there within {timeout_s:.0f} s "
-                f"({_first_line(error)}); do MASTER_ADDR and MASTER_PORT name rank 0's "
-                "host, and is the port free there?",
+                master,
+                f"{_first_line(error)}; do MASTER_ADDR and MASTER_PORT name rank 0's "
+                "host, were all ranks started, and is the port free there?",
             ) from error
     return _stores[master]
-
-
-def _lost_store(error: RuntimeError) -> UnreachableError:
-    master = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    return UnreachableError(
-        "TCP",
-        "the job's store",
-        ":".join(master),
-        f"{_first_line(error)}; is the process that hosts it, torchrun or rank 0, "
-        "still there?",
-    )
 
 
 def _first_line(error: Exception) -> str:
