@@ -27,7 +27,11 @@ def split_batch(batch: Any, num: int) -> Iterator[Any]:
     if len(sizes) != 1:
         raise ConfigError(
             "a batch's tensors have one length on the first axis, "
-            + (f"not lengths {', '.join(map(str, sizes))}" if sizes else "here are none")
+            + (
+                f"not lengths {', '.join(map(str, sizes))}"
+                if sizes
+                else "here are none"
+            )
         )
     num = min(num, sizes[0])
     if num == 0:

@@ -1,7 +1,8 @@
 """A model's gradients as flat buckets, one per dtype, and its state as bytes."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tailbound.errors import ConfigError
+from tailbound.errors import ConfigError, HandshakeError
 from tailbound.protocol.wire import BucketSpec
 
 NAMES: dict[torch.dtype, str] = {
@@ -59,7 +60,11 @@ class FlatBucket:
                 place.copy_(grad.reshape(-1))
 
     def push(self) -> None:
-        """Copy the bucket back into the gradients."""
+        """Copy the bucket back into the gradients.
+
+        A parameter that had none gets one: whether another rank used it is not known
+        here, and all replicas must step alike.
+        """
         for parameter, place in zip(self._parameters, self._slices, strict=True):
             mean = place.view(parameter.shape)
             if parameter.grad is None:
@@ -127,6 +132,41 @@ def load_state_bytes(model: nn.Module, data: bytes) -> None:
                 values = torch.from_numpy(raw).view(tensor.dtype)
                 tensor.copy_(values.view(tensor.shape))
             start += size
+
+
+def equalise(
+    model: nn.Module, all_gather: Callable[[bytes], tuple[bytes, ...]], rank: int
+) -> None:
+    """Set parameters and buffers to rank 0's, on every rank.
+
+    Args:
+        model: of the same build on every rank.
+        all_gather: exchanges bytes with all ranks; one per rank comes back.
+        rank: this process.
+
+    Raises:
+        HandshakeError: names, shapes or dtypes differ; on every rank alike.
+    """
+    layout = [
+        f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in _state(model)
+    ]
+    state = state_bytes(model) if rank == 0 else b""
+    parts = all_gather("\n".join(layout).encode() + b"\0" + state)
+    if len(parts) == 1:
+        return
+    layouts = [part.partition(b"\0")[0].decode().split("\n") for part in parts]
+    for other, theirs in enumerate(layouts):
+        for first, here in zip_longest(layouts[0], theirs, fillvalue="nothing"):
+            if first != here:
+                raise HandshakeError(
+                    "the model's state",
+                    f"{first} (rank 0)",
+                    f"{here} (rank {other})",
+                    "build the same model on every rank",
+                )
+    if rank != 0:
+        load_state_bytes(model, parts[0].partition(b"\0")[2])
 
 
 def parameter_digest(model: nn.Module) -> str:

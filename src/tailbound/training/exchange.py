@@ -178,7 +178,9 @@ class ProcessGroupExchange(ExactExchange):
             PeerLostError: another rank is gone, or the group was destroyed.
         """
         with _named("an all-gather"):
-            sizes_W = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            sizes_W = [
+                torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)
+            ]
             dist.all_gather(sizes_W, torch.tensor([len(data)]))
             parts = []
             for rank, size in enumerate(int(size) for size in sizes_W):

@@ -1,7 +1,12 @@
 """The job object: micro-batches in, one bounded all-reduce and optimizer step out."""
 
+import atexit
+import logging
+import math
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,13 +17,14 @@ from torch import Tensor, nn
 from tailbound.config import LossBound, Transport
 from tailbound.errors import ConfigError, JobClosedError, TailboundError
 from tailbound.protocol.events import Reduced
+from tailbound.protocol.wire import BucketSpec
 from tailbound.records import Record, RoundReport, StepReport
+from tailbound.training.batches import split_batch
 from tailbound.training.buckets import (
     FlatBucket,
-    load_state_bytes,
+    equalise,
     make_buckets,
     parameter_digest,
-    state_bytes,
 )
 from tailbound.training.exchange import (
     Exchange,
@@ -29,7 +35,10 @@ from tailbound.training.exchange import (
 from tailbound.training.rendezvous import find_place, find_server
 from tailbound.transport.group import Group
 
+_log = logging.getLogger("tailbound")
+
 OnRecord = Callable[[Record], None]
+MakeExchange = Callable[[tuple[BucketSpec, ...]], Exchange]
 
 
 def attach(
@@ -53,13 +62,15 @@ def attach(
         optimizer: of the model's parameters.
         micro_batches: how many each step's batch is split into.
         compute: the compute bound; None, the only value so far, switches it off.
-        network: the loss bound; None averages exactly over the process group.
+        network: the loss bound; None averages exactly over the process group, whose
+            own timeout holds then.
         transport: how bytes travel; only with a loss bound.
         on_record: called with every RoundReport and StepReport as it is made.
         run: label written into the records.
 
     Returns:
-        The job; close it, or use it as a context manager.
+        The job; close it, or use it as a context manager. One that is still open when
+        the script ends is closed then.
 
     Raises:
         ConfigError: a setting, the model or the environment is unusable.
@@ -69,29 +80,76 @@ def attach(
         raise ConfigError(
             "a compute bound is not part of this version; leave compute=None"
         )
-    if micro_batches < 1:
+
+    def make_exchange(specs: tuple[BucketSpec, ...]) -> Exchange:
+        return _find_exchange(specs, network, transport or Transport())
+
+    return attach_through(
+        make_exchange,
+        model,
+        optimizer,
+        micro_batches=micro_batches,
+        on_record=on_record,
+        run=run,
+    )
+
+
+def attach_through(
+    make_exchange: MakeExchange,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    micro_batches: int = 1,
+    on_record: OnRecord | None = None,
+    run: str = "",
+) -> "Job":
+    """Do what ``attach`` does, over an exchange that the caller brings.
+
+    Args:
+        make_exchange: given the buckets, meets the other ranks.
+        model: see ``attach``.
+        optimizer: see ``attach``.
+        micro_batches: see ``attach``.
+        on_record: see ``attach``.
+        run: see ``attach``.
+
+    Raises:
+        ConfigError: see ``attach``.
+        TailboundError: see ``attach``.
+    """
+    if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigError(f"micro_batches is 1 or more, not {micro_batches}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "the model is wrapped in DDP, which reduces gradients itself; attach the "
-            "plain module (ddp.module)"
-        )
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                "the model is wrapped in DDP, which reduces gradients itself; attach "
+                "the plain module (ddp.module)"
+            )
+    _check_optimizer(model, optimizer)
     buckets = make_buckets(model)
-    exchange = _make_exchange(buckets, network, transport or Transport())
+    exchange = make_exchange(tuple(bucket.spec for bucket in buckets))
     try:
-        parts = exchange.all_gather(state_bytes(model) if exchange.rank == 0 else b"")
-        if exchange.rank != 0:
-            load_state_bytes(model, parts[0])
+        equalise(model, exchange.all_gather, exchange.rank)
     except BaseException as error:
-        exchange.abort(f"{type(error).__name__}: {error}")
+        exchange.abort(_describe(error))
         raise
     return Job(model, optimizer, exchange, buckets, micro_batches, on_record, run)
 
 
-def _make_exchange(
-    buckets: list[FlatBucket], network: LossBound | None, transport: Transport
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ours = {id(parameter) for parameter in model.parameters()}
+    steps = (p for group in optimizer.param_groups for p in group["params"])
+    if any(id(parameter) not in ours for parameter in steps):
+        raise ConfigError(
+            "the optimizer steps parameters that are not the model's: nobody would "
+            "average their gradients; attach the module that holds them all"
+        )
+
+
+def _find_exchange(
+    specs: tuple[BucketSpec, ...], network: LossBound | None, transport: Transport
 ) -> Exchange:
-    place = find_place()
+    place = find_place(has_server=transport.server is not None)
     if place.world_size == 1:
         return LocalExchange()
     if network is None:
@@ -106,7 +164,7 @@ def _make_exchange(
         address,
         rank=place.rank,
         world_size=place.world_size,
-        buckets=tuple(bucket.spec for bucket in buckets),
+        buckets=specs,
         bound=network,
         transport=transport,
         server=server,
@@ -133,8 +191,10 @@ class Job:
         self._on_record, self._run = on_record, run
         self._weight = 0.0
         self._step = 0
-        self._loss_sum = 0.0
+        self._loss_sum: Tensor | None = None
+        self._told_skip = False
         self._closed = False
+        _open[exchange] = os.getpid()
         self._ended_s = time.perf_counter()
         self.rounds: tuple[RoundReport, ...] = ()
         """The rounds of the last step: way in and way back of each bucket."""
@@ -159,23 +219,7 @@ class Job:
         Raises:
             ConfigError: something else, or lengths differ.
         """
-        sizes = {len(tensor) for tensor in _tensors(batch)}
-        if len(sizes) != 1 or 0 in sizes:
-            raise ConfigError(
-                "a batch is a tensor, or a tuple, list or dict of tensors with one "
-                f"length on the first axis, not lengths {sorted(sizes)}"
-            )
-        num = min(self._micro_batches, sizes.pop())
-        parts = zip(
-            *(tensor.tensor_split(num) for tensor in _tensors(batch)), strict=True
-        )
-        for part in parts:
-            if isinstance(batch, Tensor):
-                yield part[0]
-            elif isinstance(batch, Mapping):
-                yield dict(zip(batch, part, strict=True))
-            else:
-                yield type(batch)(part)
+        return split_batch(batch, self._micro_batches)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Accumulate the gradient of one micro-batch.
@@ -183,7 +227,8 @@ class Job:
         Args:
             loss: scalar, the mean over what ``weight`` counts.
             weight: samples or tokens behind the loss, >= 0; 1 for equal micro-batches.
-                The step's gradient is the weighted mean over all ranks.
+                The step's gradient is the weighted mean over all ranks. The gradient
+                is multiplied by it, so keep it near 1 where gradients are float16.
 
         Raises:
             ConfigError: the weight is negative or not finite.
@@ -196,7 +241,9 @@ class Job:
             return
         torch.autograd.backward(loss if weight == 1.0 else loss * weight)
         self._weight += weight
-        self._loss_sum += weight * float(loss.detach())
+        # Stays on its device until the step: asking for its value would wait for it.
+        told = loss.detach().float() * weight
+        self._loss_sum = told if self._loss_sum is None else self._loss_sum + told
 
     def step(self, *, loss_scale: float = 1.0) -> StepReport:
         """Exchange the accumulated gradients, step the optimizer, clear them.
@@ -216,7 +263,9 @@ class Job:
         self._require_open()
         begun_s = time.perf_counter()
         compute_s = begun_s - self._ended_s
-        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        learning_rate = self._optimizer.param_groups[0].get("lr")
+        if learning_rate is not None:
+            learning_rate = float(learning_rate)
         self._step += 1
         reduced: list[Reduced] = []
         for bucket in self._buckets:
@@ -236,9 +285,20 @@ class Job:
             for bucket in self._buckets:
                 bucket.push()
             self._optimizer.step()
+        elif self.rank == 0 and not self._told_skip:
+            self._told_skip = True
+            _log.warning(
+                "step %d skipped: no rank had a micro-batch; later ones are skipped "
+                "without a warning, see StepReport.skipped",
+                self._step,
+            )
         self._optimizer.zero_grad()
         report = self._report(reduced, skipped, compute_s, exchange_s)
-        self._weight, self._loss_sum = 0.0, 0.0
+        self._weight, self._loss_sum = 0.0, None
+        if self._on_record is not None:
+            for round_report in self.rounds:
+                self._on_record(round_report)
+            self._on_record(report)
         self._ended_s = time.perf_counter()
         return report
 
@@ -267,12 +327,14 @@ class Job:
         """Leave the job in good order. Closing twice is fine."""
         if not self._closed:
             self._closed = True
+            _open.pop(self._exchange, None)
             self._exchange.close()
 
     def abort(self, reason: str) -> None:
         """Leave because of an error; the other ranks are told the reason."""
         if not self._closed:
             self._closed = True
+            _open.pop(self._exchange, None)
             self._exchange.abort(reason)
 
     def __enter__(self) -> "Job":
@@ -284,7 +346,7 @@ class Job:
         if error is None:
             self.close()
         else:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(_describe(error))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -306,9 +368,11 @@ class Job:
         ways_in = [report for report in rounds if report.direction == "in"]
         num_chunks = sum(report.num_chunks for report in ways_in)
         missing = sum(report.missing for report in ways_in)
-        # With several buckets the largest change speaks for the step.
+        # With several buckets: the norm of all of them, the strictest bound, and the
+        # verdict on the largest change.
         told = max(reduced, key=lambda event: event.ratio or 0.0)
-        report = StepReport(
+        strictest = min(reduced, key=lambda event: event.p)
+        return StepReport(
             run=self._run,
             rank=self.rank,
             step=self._step,
@@ -317,29 +381,48 @@ class Job:
             skipped=skipped,
             compute_s=compute_s,
             exchange_s=exchange_s,
-            p=told.p,
-            critical=told.critical,
-            norm=told.norm,
+            p=strictest.p,
+            critical=strictest.critical,
+            norm=math.hypot(*(event.norm for event in reduced)),
             ratio=told.ratio,
             verdict=told.verdict,
             missing_share=missing / num_chunks if num_chunks else 0.0,
-            loss=self._loss_sum / self._weight if self._weight else None,
+            loss=self._mean_loss(),
         )
-        if self._on_record is not None:
-            for round_report in self.rounds:
-                self._on_record(round_report)
-            self._on_record(report)
-        return report
+
+    def _mean_loss(self) -> float | None:
+        if self._loss_sum is None:
+            return None
+        mean = float(self._loss_sum) / self._weight
+        return mean if math.isfinite(mean) else None
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    if not isinstance(values, Sequence) and not isinstance(batch, Mapping):
-        raise ConfigError(f"a batch holds tensors, not a {type(batch).__name__}")
-    tensors = list(values)
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-            raise ConfigError(f"a batch holds tensors, not {type(tensor).__name__}")
-    return tensors
+_open: dict[Exchange, int] = {}
+"""Exchanges of jobs that are not closed, and the process that made each."""
+
+
+@atexit.register
+def close_open_jobs() -> None:
+    """Leave all jobs that the script left open when it ended.
+
+    Without this, the rank that hosts the server would take it along while others still
+    wait for their last mean.
+    """
+    error: BaseException | None = getattr(sys, "last_value", None)
+    while _open:
+        exchange, process = _open.popitem()
+        if process != os.getpid():
+            continue  # a forked child: the job is its parent's
+        try:
+            if error is None:
+                exchange.close()
+            else:
+                exchange.abort(_describe(error))
+        except TailboundError as failure:
+            _log.warning("the job did not end in good order: %s", failure)
+
+
+def _describe(error: BaseException) -> str:
+    """One line for the other ranks, such as ``ValueError: no such file``."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
