@@ -448,3 +448,34 @@ def test_a_control_stream_cut_anywhere_reads_the_same() -> None:
 
     (event,) = net.run_until(Reduced)
     assert event.total_weight == 0.0
+
+
+def test_a_late_chunk_does_not_look_like_the_next_round() -> None:
+    """The server would take it for a sign that the worker has its mean."""
+    net = started(world_size=1)
+    values = grads(7.0)
+    net.cut_udp(to_ranks=(0,))
+    net.begin(values, [1.0])
+    net.run_for(0.5)
+
+    net.inject(0, datagram(counter=1, value=7.0))
+    net.mend_udp()
+    net.run_until(Reduced)
+
+    assert net.server.counters().stale == 1
+    assert net.server.error is None
+
+
+def test_each_bucket_has_a_bound_of_its_own() -> None:
+    """Norms: bucket 0 stays at 1, bucket 1 falls from 1 to 0.2 of it."""
+    buckets = VECTOR * 2
+    bound = LossBound(p_low=0.0, p_high=0.4, frequency=2)
+    net = FakeNet(1, buckets, bound)
+    net.start()
+    seen = []
+
+    for value in (1.0, 1.0, 1.0, 0.2, 1.0, 0.2):
+        (event,) = net.all_reduce(grads(value), [1.0])
+        seen.append((event.bucket, event.p, event.reports[0].p, event.critical))
+
+    assert seen[4:] == [(0, 0.4, 0.4, False), (1, 0.0, 0.0, True)]

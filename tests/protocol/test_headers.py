@@ -85,6 +85,21 @@ def test_a_bucket_that_divides_evenly_has_no_short_chunk() -> None:
     ]
 
 
+@pytest.mark.parametrize("chunks", [[1, 2, 0], [0, 1, 2], [2, 0, 1], [1], [2, 3]])
+def test_a_sender_that_knows_its_order_ascends_packs_the_same(
+    chunks: list[int],
+) -> None:
+    values_N = np.arange(10, dtype="<u2")
+    layout = ChunkLayout(10, itemsize=2, room_bytes=7)
+    rows, table = BucketBytes(values_N, layout), make_table(layout)
+    out, other = bytearray(90), bytearray(90)
+
+    end = rows.pack(np.array(chunks), table, memoryview(out), is_ascending=True)
+
+    assert end == rows.pack(np.array(chunks), table, memoryview(other))
+    assert out == other
+
+
 def test_what_is_packed_follows_the_buffer_not_a_copy() -> None:
     values_N = np.array([1, 2], dtype="<u2")
     layout = ChunkLayout(2, itemsize=2, room_bytes=2)
@@ -151,44 +166,55 @@ def packed(*chunks: int) -> bytearray:
     return out
 
 
+def match(data: bytearray, num: int) -> int | list[int] | None:
+    found = make_table(FOUR).match(memoryview(data), num, 30)
+    return found.tolist() if isinstance(found, np.ndarray) else found
+
+
 @pytest.mark.parametrize(
-    ("chunks", "first"),
+    ("chunks", "expected"),
     [
         ((0, 1, 2), 0),
         ((1, 2), 1),
         ((2,), 2),
-        ((0, 2), None),
-        ((1, 0), None),
-        ((1, 1), None),
+        ((0, 2), [0, 2]),
+        ((1, 0), [1, 0]),
+        ((1, 1), [1, 1]),
+        ((2, 0, 1), [2, 0, 1]),
     ],
     ids=str,
 )
-def test_a_run_of_full_chunks_is_known_by_its_first(
-    chunks: tuple[int, ...], first: int | None
+def test_full_chunks_of_the_round_are_known_as_a_run_or_by_their_numbers(
+    chunks: tuple[int, ...], expected: int | list[int]
+) -> None:
+    assert match(packed(*chunks), len(chunks)) == expected
+
+
+@pytest.mark.parametrize(
+    "field", [name for name in HEADER.names or () if name != "sequence"]
+)
+@pytest.mark.parametrize("chunks", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_wrong_field_in_one_header_and_nothing_matches(
+    field: str, chunks: tuple[int, int], place: int
 ) -> None:
     data = packed(*chunks)
-
-    found = make_table(FOUR).match(memoryview(data), len(chunks), 30)
-
-    assert found == first
-
-
-@pytest.mark.parametrize("field", HEADER.names or ())
-@pytest.mark.parametrize("place", [0, 1])
-def test_one_wrong_field_in_one_header_and_it_is_no_run(field: str, place: int) -> None:
-    data = packed(0, 1)
     headers_K = np.ndarray((2,), HEADER, memoryview(data), 0, (30,))
     headers_K[field][place] += 1
 
-    assert make_table(FOUR).match(memoryview(data), 2, 30) is None
+    assert match(data, 2) is None
 
 
-@pytest.mark.parametrize("sequence", [2, 3, 2**32 - 1])
-def test_a_run_that_reaches_past_the_full_chunks_is_none(sequence: int) -> None:
+@pytest.mark.parametrize("sequence", [3, 4, 2**32 - 1])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_number_past_the_full_chunks_matches_nothing(
+    sequence: int, place: int
+) -> None:
     data = packed(1, 2)
-    data[16:20] = sequence.to_bytes(4, "big")
+    data[30 * place + 16 : 30 * place + 20] = sequence.to_bytes(4, "big")
 
-    assert make_table(FOUR).match(memoryview(data), 2, 30) is None
+    assert match(data, 2) is None
+    assert match(data[30 * place :], 1) is None
 
 
 def test_a_table_turns_from_round_to_round() -> None:

@@ -247,6 +247,23 @@ def test_a_sum_sink_adds_scattered_chunks_in_their_place() -> None:
     assert sum_N.tolist() == [101, 102, 100, 100, 103, 104, 100]
 
 
+@pytest.mark.parametrize("name", ["float32", "float64", "float16"])
+def test_a_sum_that_overflows_is_inf_without_a_warning(name: str) -> None:
+    """The caller's loss scaler looks for it; mixed precision overflows at times."""
+    wire_format = FORMATS[name]
+    layout = ChunkLayout(4, wire_format.wire.itemsize, wire_format.wire.itemsize * 2)
+    sum_N = np.array([np.finfo(wire_format.sum).max, np.inf] * 2, wire_format.sum)
+    largest = np.finfo(wire_format.wire).max
+    rows_KE = np.array([[largest, -np.inf]], wire_format.wire)
+    sink = SumSink(sum_N, layout, wire_format)
+
+    sink.put_run(0, rows_KE)
+    sink.put(np.array([1]), rows_KE)
+
+    assert np.isnan(sum_N[[1, 3]]).all()
+    assert (sum_N[[0, 2]] >= np.finfo(wire_format.sum).max).all()
+
+
 def test_a_store_sink_replaces_what_was_there() -> None:
     values_N = np.full(7, 9, np.float32)
     sink = StoreSink(values_N, SEVEN)

@@ -87,6 +87,7 @@ class SumSink(_RowSink):
         self._format = wire_format
         self._is_plain = wire_format.wire == wire_format.sum
 
+    @np.errstate(over="ignore", invalid="ignore")
     def put_run(self, first: int, rows_KE: NDArray[np.generic]) -> None:
         """See Sink."""
         if self._is_plain:

@@ -153,8 +153,6 @@ def equalise(
     ]
     state = state_bytes(model) if rank == 0 else b""
     parts = all_gather("\n".join(layout).encode() + b"\0" + state)
-    if len(parts) == 1:
-        return
     layouts = [part.partition(b"\0")[0].decode().split("\n") for part in parts]
     for other, theirs in enumerate(layouts):
         for first, here in zip_longest(layouts[0], theirs, fillvalue="nothing"):
@@ -166,7 +164,8 @@ def equalise(
                     "build the same model on every rank",
                 )
     if rank != 0:
-        load_state_bytes(model, parts[0].partition(b"\0")[2])
+        start = parts[0].index(b"\0") + 1
+        load_state_bytes(model, parts[0][start:])
 
 
 def parameter_digest(model: nn.Module) -> str:

@@ -1,10 +1,7 @@
 """The job object: micro-batches in, one bounded all-reduce and optimizer step out."""
 
-import atexit
 import logging
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +29,7 @@ from tailbound.training.exchange import (
     LocalExchange,
     ProcessGroupExchange,
 )
+from tailbound.training.leaving import describe, note_closed, note_open
 from tailbound.training.rendezvous import find_place, find_server
 from tailbound.transport.group import Group
 
@@ -129,9 +127,10 @@ def attach_through(
     buckets = make_buckets(model)
     exchange = make_exchange(tuple(bucket.spec for bucket in buckets))
     try:
-        equalise(model, exchange.all_gather, exchange.rank)
+        if exchange.world_size > 1:
+            equalise(model, exchange.all_gather, exchange.rank)
     except BaseException as error:
-        exchange.abort(_describe(error))
+        exchange.abort(describe(error))
         raise
     return Job(model, optimizer, exchange, buckets, micro_batches, on_record, run)
 
@@ -194,7 +193,7 @@ class Job:
         self._loss_sum: Tensor | None = None
         self._told_skip = False
         self._closed = False
-        _open[exchange] = os.getpid()
+        note_open(exchange)
         self._ended_s = time.perf_counter()
         self.rounds: tuple[RoundReport, ...] = ()
         """The rounds of the last step: way in and way back of each bucket."""
@@ -327,14 +326,14 @@ class Job:
         """Leave the job in good order. Closing twice is fine."""
         if not self._closed:
             self._closed = True
-            _open.pop(self._exchange, None)
+            note_closed(self._exchange)
             self._exchange.close()
 
     def abort(self, reason: str) -> None:
         """Leave because of an error; the other ranks are told the reason."""
         if not self._closed:
             self._closed = True
-            _open.pop(self._exchange, None)
+            note_closed(self._exchange)
             self._exchange.abort(reason)
 
     def __enter__(self) -> "Job":
@@ -346,7 +345,7 @@ class Job:
         if error is None:
             self.close()
         else:
-            self.abort(_describe(error))
+            self.abort(describe(error))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -395,34 +394,3 @@ class Job:
             return None
         mean = float(self._loss_sum) / self._weight
         return mean if math.isfinite(mean) else None
-
-
-_open: dict[Exchange, int] = {}
-"""Exchanges of jobs that are not closed, and the process that made each."""
-
-
-@atexit.register
-def close_open_jobs() -> None:
-    """Leave all jobs that the script left open when it ended.
-
-    Without this, the rank that hosts the server would take it along while others still
-    wait for their last mean.
-    """
-    error: BaseException | None = getattr(sys, "last_value", None)
-    while _open:
-        exchange, process = _open.popitem()
-        if process != os.getpid():
-            continue  # a forked child: the job is its parent's
-        try:
-            if error is None:
-                exchange.close()
-            else:
-                exchange.abort(_describe(error))
-        except TailboundError as failure:
-            _log.warning("the job did not end in good order: %s", failure)
-
-
-def _describe(error: BaseException) -> str:
-    """One line for the other ranks, such as ``ValueError: no such file``."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

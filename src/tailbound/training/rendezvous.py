@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from tailbound.config import Transport, format_address
