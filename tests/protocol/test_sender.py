@@ -100,6 +100,18 @@ def test_an_answer_does_what_the_table_says_or_raises_and_changes_nothing(
         assert sender.statistics() == before
 
 
+def test_a_second_stop_does_not_change_what_the_first_said() -> None:
+    sender = make_sender()
+    sender.receive_untrusted(Stop(*NAMES, ALL_BUT_3), 1.0)
+    before = sender.statistics()
+    assert before.early_stop
+
+    with pytest.raises(PeerProtocolError):
+        sender.receive_untrusted(Stop(*NAMES, NOTHING), 2.0)
+
+    assert sender.statistics() == before
+
+
 @pytest.mark.parametrize("state", SenderState)
 def test_chunks_are_handed_over_only_while_sending(state: SenderState) -> None:
     sender = make_sender()

@@ -53,7 +53,7 @@ class Size:
 
 SIZES: dict[str, tuple[Size, Size]] = {
     # full, quick
-    "digits": (Size(20, 32), Size(8, 32)),
+    "digits": (Size(30, 16), Size(8, 32)),
     "mnist1d": (Size(10, 32), Size(3, 32)),
     "text": (Size(1, 8), Size(1, 8)),
     "cifar10": (Size(2, 32), Size(1, 32)),

@@ -188,10 +188,11 @@ class Sender:
             # A receiver that has everything says stop, not bitmap.
             raise PeerProtocolError(self.peer, self.state.value, "a complete bitmap")
         if isinstance(message, Stop):
-            self._early_stop = self.state is SenderState.SENDING
-            if self.state is SenderState.WAITING:
-                self._waiting_s += now - self._probed_s
+            before = self.state
             self._move("stop")
+            self._early_stop = before is SenderState.SENDING
+            if before is SenderState.WAITING:
+                self._waiting_s += now - self._probed_s
             self._final_C = arrived_C
             self._stopped_s = now
             self._outbox.clear()

@@ -112,7 +112,8 @@ class ExactExchange(Exchange):
         total = self.average(flat, weight)
         norm = 0.0
         if total:
-            norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+            scaled = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+            norm = scaled / loss_scale
         return Reduced(0, 0, total, 0.0, True, norm, None, "exact", ())
 
 

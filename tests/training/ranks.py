@@ -1,0 +1,92 @@
+"""Ranks as threads of one process, around a real server on loopback."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tailbound.config import LossBound, Transport
+from tailbound.protocol.wire import BucketSpec
+from tailbound.training.exchange import Exchange, GroupExchange
+from tailbound.training.job import MakeExchange
+from tailbound.transport.group import Group, Server
+
+EXACT = LossBound.fixed(0.0)
+TIMEOUT_S = 20.0
+
+Work = Callable[[int, MakeExchange], Any]
+
+
+def meet_at(
+    server: Server,
+    rank: int,
+    world_size: int,
+    bound: LossBound = EXACT,
+    transport: Transport | None = None,
+) -> MakeExchange:
+    """What makes this rank's exchange once its buckets are known."""
+
+    def make(specs: tuple[BucketSpec, ...]) -> Exchange:
+        return GroupExchange(
+            Group(
+                server.address,
+                rank=rank,
+                world_size=world_size,
+                buckets=specs,
+                bound=bound,
+                transport=transport or Transport(timeout_s=TIMEOUT_S),
+            )
+        )
+
+    return make
+
+
+def run_ranks(
+    work: Work,
+    *,
+    num: int = 2,
+    bound: LossBound = EXACT,
+    transport: Transport | None = None,
+) -> list[Any]:
+    """Run ``work(rank, make_exchange)`` on every rank; what each returned or raised."""
+    transport = transport or Transport(timeout_s=TIMEOUT_S)
+    server = Server(num, transport=transport)
+    with ThreadPoolExecutor(num + 1) as pool:
+        serving = pool.submit(server.run)
+        futures = [
+            pool.submit(work, rank, meet_at(server, rank, num, bound, transport))
+            for rank in range(num)
+        ]
+        outcomes = [
+            future.exception(2 * TIMEOUT_S) or future.result() for future in futures
+        ]
+        # Of a failed rank the server heard; who got on well must not hide its error.
+        if not any(isinstance(outcome, BaseException) for outcome in outcomes):
+            serving.result(TIMEOUT_S)
+    return outcomes
+
+
+class Vector(nn.Module):
+    """One weight per element, from 0: its gradient is the input's mean."""
+
+    def __init__(self, size: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean over samples of w * x, summed over elements."""
+        return (self.w * x).sum(-1).mean()
+
+
+def plain_sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
+    """After one step from 0 with rate 1 a weight is its negated gradient."""
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def build_mlp(seed: int) -> nn.Module:
+    """A small model; the seed decides its first weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
