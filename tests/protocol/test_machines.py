@@ -27,6 +27,8 @@ KEY = RoundKey(*NAMES)
 WINDOW_BYTES = 65_507
 """The smallest; 31 of the datagrams below."""
 
+pytestmark = pytest.mark.slow
+
 layouts = st.builds(
     ChunkLayout, st.integers(1, 30_000), st.just(4), st.integers(2000, 2100)
 )

@@ -14,6 +14,7 @@ from tailbound.errors import (
     RemoteError,
     RoundTimeoutError,
     ShapeError,
+    UnreachableError,
 )
 from tailbound.impairments import Impairments
 from tailbound.protocol.endpoint import Link
@@ -238,6 +239,19 @@ def test_a_server_that_closes_before_the_start_names_the_start() -> None:
     worker.lose_link(0, "its connection closed", 0.0)
 
     assert "lost the server during start-up" in str(worker.error)
+
+
+def test_a_server_that_never_starts_the_job_is_given_up() -> None:
+    """Its own deadline is 60 s; a program of another kind has none."""
+    worker = make_worker()
+
+    assert worker.timer() == 76.0
+    worker.handle_timer(75.9)
+    assert not worker.has_failed
+    worker.handle_timer(76.0)
+
+    assert isinstance(worker.error, UnreachableError)
+    assert "never started the job" in str(worker.error)
 
 
 @pytest.mark.parametrize(("weight", "deadline_s"), [(1.0, 60.0), (0.0, 76.0)])

@@ -69,6 +69,9 @@ class Link:
     name: str
     """For messages: ``rank 2``, or the address while the rank is unknown."""
     address: str
+    """The peer's host, as its datagrams' source names it."""
+    scope: tuple[int, ...] = ()
+    """Flow and scope of an IPv6 address."""
     udp_port: int = 0
     """Ours, for this link."""
     peer_udp_port: int = 0

@@ -100,7 +100,10 @@ class SumSink(_RowSink):
     def put(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
         """See Sink."""
         picked_KE = self._rows_CE[chunks_K]
-        add_into(picked_KE, rows_KE, self._format)
+        if self._is_plain:
+            np.add(picked_KE, rows_KE, out=picked_KE)
+        else:
+            add_into(picked_KE, rows_KE, self._format)
         self._rows_CE[chunks_K] = picked_KE
 
     def put_tail(self, row_E: NDArray[np.generic]) -> None:

@@ -281,6 +281,7 @@ class UdpCheck:
         self.peer, self.address = peer, address
         self._pings = [make_ping(session, rank, size) for size in sizes]
         self._sizes = sizes
+        self._largest = sizes[0]
         self._next_s = now
         self._deadline_s = now + min(timeout_s, CHECK_TIMEOUT_S)
         self._both_s: float | None = None
@@ -295,6 +296,11 @@ class UdpCheck:
             return []
         self._next_s = now + PING_INTERVAL_S
         return self._pings
+
+    def exclude(self, num_bytes: int) -> None:
+        """A ping of this size cannot even leave here: no use in waiting for it."""
+        self._pings = [ping for ping in self._pings if len(ping) < num_bytes]
+        self._largest = max(map(len, self._pings), default=self._largest)
 
     @property
     def largest_bytes(self) -> int:
@@ -328,7 +334,7 @@ class UdpCheck:
             return None
         if self._both_s is None:
             self._both_s = now
-        if both < self._sizes[0] and now < self._both_s + PING_GRACE_S:
+        if both < self._largest and now < self._both_s + PING_GRACE_S:
             return None
         return both
 

@@ -1,5 +1,6 @@
 """A worker's endpoint: one link, to the server."""
 
+import math
 import sys
 from typing import Any
 
@@ -11,6 +12,7 @@ from tailbound.errors import (
     HandshakeError,
     PeerProtocolError,
     TailboundError,
+    UnreachableError,
     WireError,
 )
 from tailbound.protocol.endpoint import Endpoint, Link
@@ -77,12 +79,15 @@ class WorkerEndpoint(Endpoint):
         self._index = 0
         self._round: WorkerRound | None = None
         self._gather = Gather(world_size)
+        self._start_deadline_s = math.inf
         # Each bucket has a detector of its own on the server.
         self._regimes = [(bound.p_low, True)] * len(buckets)
         self._weight = 0.0
 
     def connect(self, link: Link, now: float) -> None:
         """The TCP connection to the server is there; introduce ourselves."""
+        # After the server's own deadline, which names the ranks that are missing.
+        self._start_deadline_s = now + 1.25 * self._timeout_s + 1.0
         link.peer_rank, link.name = SERVER_RANK, peer_name(SERVER_RANK)
         self.links[LINK] = link
         link.control.append(
@@ -199,6 +204,8 @@ class WorkerEndpoint(Endpoint):
         if self.error is not None:
             return None
         times = self._ping_timers()
+        if self.plan is None and self.links:
+            times.append(self._start_deadline_s)
         if self._round is not None and (time := self._round.timer()) is not None:
             times.append(time)
         return min(times, default=None)
@@ -212,6 +219,16 @@ class WorkerEndpoint(Endpoint):
             error = self._round.handle_timer(now)
             if error is not None:
                 self.fail(error)
+        elif self.plan is None and now >= self._start_deadline_s:
+            self.fail(
+                UnreachableError(
+                    "TCP",
+                    peer_name(SERVER_RANK),
+                    self.links[LINK].address,
+                    "it took the connection and never started the job; is it a "
+                    "tailbound server, and did all ranks join it?",
+                )
+            )
 
     def _sender(self, link: int) -> tuple[Sender, BucketBytes] | None:
         if self._round is None or self._round.sender is None:

@@ -91,13 +91,13 @@ class ImpairedPath:
         if self._impairments.duplicate_share:
             rows_KB = np.repeat(rows_KB, self._link.copies(num), axis=0)
             num = len(rows_KB)
-        delay_K = self._link.delay_s(num)
         if self._impairments.has_constant_delay:
             flat = rows_KB.reshape(-1).data
             batch = Batch(flat, num * segment_bytes, segment_bytes)
-            self._datagrams.push(now + float(delay_K[0]), batch)
+            self._datagrams.push(now + self._impairments.delay_s, batch)
             return
-        for row_B, delay_s in zip(rows_KB, delay_K.tolist(), strict=True):
+        delay_K = self._link.delay_s(num).tolist()
+        for row_B, delay_s in zip(rows_KB, delay_K, strict=True):
             batch = Batch(row_B.data, segment_bytes, segment_bytes)
             self._datagrams.push(now + delay_s, batch)
 

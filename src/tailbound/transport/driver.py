@@ -48,9 +48,10 @@ class Driver:
         close_in_forked_children(self)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function in the driver's thread, soon."""
-        self._calls.append(function)
-        os.eventfd_write(self._wake, 1)
+        """Run a function in the driver's thread, soon; nothing happens once closed."""
+        if self._wake >= 0:
+            self._calls.append(function)
+            os.eventfd_write(self._wake, 1)
 
     def start(self) -> None:
         """Run in a daemon thread; an unfinished job never keeps a process alive."""
@@ -59,13 +60,22 @@ class Driver:
         )
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Calls are carried out: the thread was started and has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
     def stop(self, timeout_s: float) -> None:
         """End the thread and close all sockets; from any other thread."""
         if self._thread is None:
+            self.close()
             return
         self.call(self._set_stopping)
-        self._thread.join(timeout_s)
+        thread = self._thread
+        thread.join(timeout_s)
         self._thread = None
+        if not thread.is_alive():  # else it closes everything when it ends
+            self.close()
 
     def _set_stopping(self) -> None:
         self._stopping = True
@@ -88,7 +98,9 @@ class Driver:
             if self._thread is None:
                 raise
         finally:
-            self.close()
+            self._close_sockets()
+            if self._thread is None:
+                self.close()
 
     def add(self, station: Station) -> None:
         """Take over a station; in the driver's thread or before it starts."""
@@ -100,12 +112,17 @@ class Driver:
             self._register(station, conduit)
 
     def close(self) -> None:
-        """Close every socket. Closing twice is fine."""
+        """Close everything; not while the thread runs. Closing twice is fine."""
+        self._close_sockets()
+        # Last, and never by the thread: ``call`` must not write to a reused number.
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _close_sockets(self) -> None:
         for station in self.stations:
             station.close()
-        if not self._epoll.closed:
-            self._epoll.close()
-            os.close(self._wake)
+        self._epoll.close()
 
     def _register(self, station: Station, conduit: Conduit) -> None:
         for fd, table in (

@@ -36,12 +36,14 @@ from tailbound.protocol.worker import WorkerEndpoint
 from tailbound.transport.addresses import listen
 from tailbound.transport.counters import UdpStatistics
 from tailbound.transport.driver import Driver
-from tailbound.transport.links import connect_server, open_link
+from tailbound.transport.links import join_server, open_link
 from tailbound.transport.station import Station
 
 E = TypeVar("E", Started, Reduced, Gathered, Ended)
 
 STOP_TIMEOUT_S = 5.0
+CALL_POLL_S = 0.5
+"""How often a call looks whether the driver still lives."""
 
 
 class _Events:
@@ -195,8 +197,7 @@ class Group:
             if server is not None:
                 self._driver.add(server.station)
                 self._driver.start()
-            tcp = connect_server(address, self._transport)
-            udp, link = open_link(tcp, self._transport)
+            tcp, udp, link = join_server(address, self._transport)
             self._station.add(tcp, udp, link)
 
             def join() -> None:
@@ -208,10 +209,7 @@ class Group:
                 self._driver.start()
             started = self._wait(Started, "start-up")
         except BaseException:
-            self._station.close()
-            if server is not None:
-                server.close()
-            self._driver.stop(STOP_TIMEOUT_S)
+            self._shut()
             raise
         self.payload_bytes = started.payload_bytes
         """Gradient bytes of one datagram."""
@@ -299,7 +297,7 @@ class Group:
         self._closed = True
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
         flushed = queue.SimpleQueue[bool]()
-        while time.monotonic() < deadline_s:
+        while self._driver.is_running and time.monotonic() < deadline_s:
             self._driver.call(lambda: flushed.put(self._is_flushed()))
             try:
                 if flushed.get(timeout=0.2):
@@ -308,6 +306,7 @@ class Group:
                 continue
             time.sleep(0.001)
         self._driver.stop(STOP_TIMEOUT_S)
+        self._station.close()  # if the driver never got it
 
     def _is_flushed(self) -> bool:
         stations = [self._station]
@@ -339,12 +338,18 @@ class Group:
                 done.put(None)
 
         self._driver.call(guarded)
-        try:
-            error = done.get(timeout=self._transport.timeout_s)
-        except queue.Empty:
-            error = self._events.error or JobClosedError("the transport thread ended")
-        if error is not None:
-            raise error
+        while True:
+            try:
+                error = done.get(timeout=CALL_POLL_S)
+            except queue.Empty:
+                if self._driver.is_running:
+                    continue
+                # It said why before it ended; that is what this raises.
+                self._events.wait(Ended, 0.0, "a call")
+                raise JobClosedError("the transport thread ended") from None
+            if error is not None:
+                raise error
+            return
 
     def _wait(self, kind: type[E], phase: str) -> E:
         # Longer than any deadline of the endpoint, whose errors name the culprit.

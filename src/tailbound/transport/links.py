@@ -7,7 +7,6 @@ from tailbound.config import Transport, format_address, parse_address
 from tailbound.errors import UnreachableError
 from tailbound.protocol.endpoint import Link
 from tailbound.transport.addresses import resolve_bind, route_mtu
-from tailbound.transport.station import describe_peer
 from tailbound.transport.udp import UdpSocket
 
 LARGEST_AUTO_MTU = 9000
@@ -19,9 +18,14 @@ CONNECT_RETRY_S = 0.05
 
 
 def open_link(tcp: socket.socket, transport: Transport) -> tuple[UdpSocket, Link]:
-    """Bind a UDP socket to the address that the TCP connection uses (FIELD A10)."""
+    """Bind a UDP socket to the address that the TCP connection uses (FIELD A10).
+
+    Raises:
+        OSError: the connection is gone already.
+        ConfigError: no UDP port is free.
+    """
     local, *_ = tcp.getsockname()
-    peer, *_ = tcp.getpeername()
+    peer, peer_port, *scope = tcp.getpeername()
     udp = UdpSocket(local, port_range=transport.port_range)
     if isinstance(transport.mtu, int):
         mtu = transport.mtu
@@ -29,8 +33,9 @@ def open_link(tcp: socket.socket, transport: Transport) -> tuple[UdpSocket, Link
         mtu = min(route_mtu(peer, local), LARGEST_AUTO_MTU)
     link = Link(
         peer_rank=-1,
-        name=f"the connection from {describe_peer(tcp)}",
+        name=f"the connection from {format_address(peer, peer_port)}",
         address=peer,
+        scope=tuple(scope),
         udp_port=udp.port,
         mtu=mtu,
         # The kernel doubles what was asked for and counts its own bookkeeping, so at
@@ -39,6 +44,27 @@ def open_link(tcp: socket.socket, transport: Transport) -> tuple[UdpSocket, Link
         ip_version=6 if tcp.family == socket.AF_INET6 else 4,
     )
     return udp, link
+
+
+def join_server(
+    address: str, transport: Transport
+) -> tuple[socket.socket, UdpSocket, Link]:
+    """Connect to the server and open the link to it; nothing stays open on errors.
+
+    Raises:
+        UnreachableError: nobody answers there within the timeout.
+        ConfigError: the address, ``Transport.bind`` or the ports are unusable.
+    """
+    tcp = connect_server(address, transport)
+    try:
+        return (tcp, *open_link(tcp, transport))
+    except OSError as error:
+        tcp.close()
+        remedy = "the connection closed at once; is it a tailbound server?"
+        raise UnreachableError("TCP", "the server", address, remedy) from error
+    except BaseException:
+        tcp.close()
+        raise
 
 
 def connect_server(address: str, transport: Transport) -> socket.socket:

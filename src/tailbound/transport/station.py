@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tailbound.config import format_address
+from tailbound.errors import ConfigError, TailboundError
 from tailbound.impairments import Impairments
 from tailbound.protocol.endpoint import Endpoint, Link
 from tailbound.protocol.events import Event
@@ -26,6 +26,8 @@ BUFFER_BYTES = 65536
 TCP_READ_BYTES = 1 << 18
 MAX_BATCHES_PER_TURN = 16
 """Read or sent for one link before the others get their turn: 1 MiB."""
+JOINED_BYTES = 1 << 19
+"""How much an impaired path takes at once."""
 DEVICE_PAUSE_S = 0.001
 """A full device (ENOBUFS) has no event that says when it has room again."""
 
@@ -59,7 +61,6 @@ class Conduit:
         self.told_lost = False
         self.retry_s: float | None = None
         """When to try a full device again."""
-        self._tcp_peer: tuple[Any, ...] = tcp.getpeername()
         self._peer_address: tuple[Any, ...] | None = None
         self._batch = memoryview(bytearray(BUFFER_BYTES))
         self._pending = self._batch[:0]
@@ -70,8 +71,7 @@ class Conduit:
         """Where this link's datagrams go; None until the peer said it."""
         port = self.link.peer_udp_port
         if self._peer_address is None and port:
-            host, _, *scope = self._tcp_peer
-            self._peer_address = (host, port, *scope)
+            self._peer_address = (self.link.address, port, *self.link.scope)
         return self._peer_address
 
     def read_control(self) -> None:
@@ -99,7 +99,9 @@ class Conduit:
             except BlockingIOError:
                 return False
             except OSError as error:
-                self.lost = error.strerror or str(error)
+                # The peer's last words may lie in our queue: why it left.
+                self.read_control()
+                self.lost = self.lost or error.strerror or str(error)
                 return True
             del self.outgoing[:sent]
         return True
@@ -142,7 +144,9 @@ class Conduit:
                 if not endpoint.is_checking(self.number):
                     endpoint.fail(error)
                     return True
-                sent = len(self._pending)  # the check finds a size that passes
+                sent = len(self._pending)
+                if self.link.check is not None:
+                    self.link.check.exclude(error.segment_bytes)
             self._pending = self._pending[sent:]
             if self._pending:
                 if self.udp.blocked_by_device:
@@ -188,7 +192,8 @@ class Station:
         if impairments is not None and not impairments.is_none:
             self._rng = np.random.default_rng(impairments.seed)
         self._numbers = 0
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        joined = JOINED_BYTES if self._rng is not None else 0
+        self._buffer = memoryview(bytearray(joined + BUFFER_BYTES))
         if listener is not None:
             close_in_forked_children(listener)
 
@@ -216,7 +221,15 @@ class Station:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     break
                 raise
-            udp, link = self._accept(tcp)
+            try:
+                udp, link = self._accept(tcp)
+            except OSError:
+                tcp.close()  # gone before it was accepted
+                continue
+            except ConfigError as error:
+                tcp.close()
+                self.endpoint.fail(TailboundError(f"no room for a worker: {error}"))
+                break
             accepted.append((self.add(tcp, udp, link), link))
         return accepted
 
@@ -224,23 +237,34 @@ class Station:
         """Read the datagram queue, up to a turn's share, into endpoint or path."""
         conduit.is_drained = False
         expected = conduit.peer_address()
+        buffer, used, size = self._buffer, 0, 0
         for _ in range(MAX_BATCHES_PER_TURN):
-            received = conduit.udp.receive_batch(self._buffer)
+            received = conduit.udp.receive_batch(buffer[used:] if used else buffer)
             if received is None:
                 conduit.is_drained = True
-                return
+                break
             num_bytes, segment_bytes, address = received
             if expected is not None and address != expected:
                 num = -(-num_bytes // segment_bytes)
                 self.endpoint.count_foreign(conduit.number, num)
             elif conduit.path is None:
+                # While it is hot in the cache.
                 self.endpoint.receive_datagrams(
-                    conduit.number, self._buffer, num_bytes, segment_bytes, now
+                    conduit.number, buffer, num_bytes, segment_bytes, now
                 )
             else:
-                conduit.path.push_datagrams(
-                    Batch(self._buffer, num_bytes, segment_bytes), now
-                )
+                # Neighbours of one size are joined: a path's work is per call.
+                if used and segment_bytes != size:
+                    conduit.path.push_datagrams(Batch(buffer, used, size), now)
+                    buffer[:num_bytes] = buffer[used : used + num_bytes]
+                    used = 0
+                size = segment_bytes
+                used += num_bytes
+                if num_bytes % size or used > JOINED_BYTES:
+                    conduit.path.push_datagrams(Batch(buffer, used, size), now)
+                    used = 0
+        if used and conduit.path is not None:
+            conduit.path.push_datagrams(Batch(buffer, used, size), now)
 
     def hand_on(self, now: float) -> None:
         """Give the endpoint what is due: datagrams, then control, then deadlines."""
@@ -288,9 +312,3 @@ class Station:
             self.listener.close()
         for conduit in self.conduits.values():
             conduit.close()
-
-
-def describe_peer(tcp: socket.socket) -> str:
-    """``host:port`` of the other end."""
-    host, port, *_ = tcp.getpeername()
-    return format_address(host, port)

@@ -1,0 +1,516 @@
+"""Bytes and messages that no honest peer sends: they are counted, or end the job.
+
+Decoders may only raise WireError. A running job may only go on or end on every rank
+with a TailboundError, within its deadlines.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tailbound.config import LossBound
+from tailbound.errors import PeerProtocolError, TailboundError, WireError
+from tailbound.protocol.chunks import ChunkLayout
+from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.events import Direction, Reduced, RoundKey
+from tailbound.protocol.headers import BucketBytes, HeaderTable
+from tailbound.protocol.server import ServerEndpoint
+from tailbound.protocol.wire import (
+    Begin,
+    Bitmap,
+    BucketSpec,
+    Bye,
+    ControlReader,
+    Fail,
+    GatherPart,
+    Hello,
+    Mark,
+    MarkSeen,
+    Mean,
+    Message,
+    PingSeen,
+    Probe,
+    Refuse,
+    Start,
+    Stop,
+    Welcome,
+    decode_control_untrusted,
+    encode_control,
+    headers_untrusted,
+    make_header,
+    make_ping,
+    unpack_bits_untrusted,
+)
+from tailbound.protocol.worker import LINK
+from tailbound.testing import FakeNet
+
+pytestmark = pytest.mark.slow
+
+BUCKET = BucketSpec("float32", ("weight", "bias"), ((1000,), (3,)))
+BOUND = LossBound(p_low=0.25, p_high=0.5)
+HELLO = Hello(1, 0, 1, "little", (BUCKET,), BOUND, 1500, 40000, 1 << 20)
+
+# -- strategies ------------------------------------------------------------------
+
+whole_numbers = st.sampled_from(
+    [-(2**63), -1, 0, 1, 2, 3, 7, 24, 1448, 65536, 2**32, 2**62, 2**63, 2**64 - 1]
+)
+numbers = st.sampled_from(
+    [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 5e-324, 0.25, 1.0, 1e308]
+)
+lengths = st.sampled_from([-1, 0, 1, 2, 3, 2**34 + 1, 2**40, 2**63, 2**64 - 1])
+texts = st.sampled_from(["", "float32", "rank 1", "\x00", "ä" * 100])
+counters = st.sampled_from([1, 1, 1, 2, 0, -1, 2**32 - 1, 2**64 - 1])
+buckets = st.sampled_from([0, 0, 0, 1, -1, 2**16])
+bits = st.sampled_from([b"", b"\x00", b"\x60", b"\xe0", b"\xff", bytes(2), bytes(999)])
+directions = st.sampled_from(Direction)
+
+specs = st.builds(
+    BucketSpec,
+    st.sampled_from(["float32", "float64", "float16", "bfloat16", "int8", ""]),
+    st.lists(texts, max_size=3).map(tuple),
+    st.lists(st.lists(lengths, max_size=3).map(tuple), max_size=3).map(tuple),
+)
+bounds = st.builds(
+    LossBound,
+    p_low=st.just(0.25),
+    p_high=st.just(0.5),
+    frequency=st.sampled_from([1, 2**62]),
+    window=st.sampled_from([1, 2, 1 << 20, 2**62, 2**63 - 1]),
+    order=st.sampled_from(["rotate", "norm"]),
+    holes=st.sampled_from(["zero", "received_mean"]),
+    per_layer=st.booleans(),
+)
+hellos = st.builds(
+    Hello,
+    st.sampled_from([1, 1, 1, 0, 2, -1]),
+    st.sampled_from([0, 0, 0, 1, -1, 65535, 2**63]),
+    st.sampled_from([1, 1, 1, 0, -1, 2, 2**63]),
+    st.sampled_from(["little", "big", ""]),
+    st.one_of(st.just((BUCKET,)), st.lists(specs, max_size=3).map(tuple)),
+    st.one_of(st.just(BOUND), bounds),
+    st.sampled_from([1500, 1500, 576, 0, -1, 52, 100, 65536, 2**63]),
+    st.sampled_from([40000, 40000, 0, -1, 65536, 2**63]),
+    whole_numbers,
+)
+round_names = (counters, buckets, directions)
+messages: st.SearchStrategy[Message] = st.one_of(
+    hellos,
+    st.builds(
+        Welcome,
+        whole_numbers,
+        whole_numbers,
+        st.lists(whole_numbers, max_size=4).map(tuple),
+    ),
+    st.builds(Refuse, texts, texts, texts, texts),
+    st.builds(PingSeen, whole_numbers),
+    st.builds(Start, whole_numbers, whole_numbers),
+    st.builds(Begin, counters, buckets, numbers, st.none() | numbers, numbers),
+    st.builds(
+        Mean,
+        counters,
+        buckets,
+        numbers,
+        numbers,
+        st.booleans(),
+        numbers,
+        st.none() | numbers,
+        texts,
+    ),
+    st.builds(Probe, *round_names),
+    st.builds(Bitmap, *round_names, bits),
+    st.builds(Stop, *round_names, bits),
+    st.builds(Mark, *round_names, whole_numbers),
+    st.builds(MarkSeen, *round_names, whole_numbers),
+    st.builds(
+        GatherPart,
+        st.sampled_from([0, 1, 2, -1, 2**63]),
+        whole_numbers,
+        whole_numbers,
+        st.sampled_from([b"", b"x", b"xyz"]),
+    ),
+    st.builds(Fail, texts, st.lists(texts, max_size=2).map(tuple), texts, texts),
+    st.just(Bye()),
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, base: st.SearchStrategy[bytes]) -> bytes:
+    """Bytes that are cut short, flipped in places, or longer than they were."""
+    data = bytearray(draw(base))
+    kind = draw(st.sampled_from(["truncate", "flip", "extend", "as it is"]))
+    if kind == "truncate":
+        del data[draw(st.integers(0, max(0, len(data) - 1))) :]
+    elif kind == "extend":
+        data += draw(st.binary(min_size=1, max_size=40))
+    elif kind == "flip":
+        for _ in range(draw(st.integers(1, 4)) if data else 0):
+            place = draw(st.integers(0, len(data) - 1))
+            data[place] ^= draw(st.integers(1, 255))
+    return bytes(data)
+
+
+frames = messages.map(encode_control)
+
+# -- decoders --------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(mutated(frames.map(lambda frame: frame[4:])) | st.binary(max_size=60))
+def test_a_body_is_a_message_or_a_wire_error(body: bytes) -> None:
+    try:
+        message = decode_control_untrusted(body)
+    except WireError:
+        return
+    assert decode_control_untrusted(encode_control(message)[4:]) is not None
+
+
+@settings(max_examples=150)
+@given(
+    stream=mutated(st.lists(frames, max_size=4).map(b"".join)),
+    cuts=st.lists(st.integers(0, 200), max_size=4),
+)
+def test_a_stream_gives_the_same_however_it_is_cut(
+    stream: bytes, cuts: list[int]
+) -> None:
+    def read(parts: list[bytes]) -> tuple[list[bytes], str]:
+        reader = ControlReader()
+        found = []
+        try:
+            for part in parts:
+                for message in reader.feed_untrusted(part):
+                    found.append(encode_control(message))  # noqa: PERF401
+        except WireError as error:
+            return found, str(error)
+        return found, ""
+
+    places = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    parts = [stream[a:b] for a, b in itertools.pairwise(places)]
+
+    assert read(parts) == read([stream])
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=200), st.integers(1, 8), st.integers(0, 70))
+def test_headers_are_viewed_or_refused(
+    data: bytes, num_segments: int, segment_bytes: int
+) -> None:
+    try:
+        headers_K = headers_untrusted(memoryview(data), num_segments, segment_bytes)
+    except WireError:
+        assert segment_bytes < 24 or num_segments * segment_bytes > len(data)
+    else:
+        assert headers_K["rank"].shape == (num_segments,)
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=20), st.integers(1, 170))
+def test_a_bitmap_is_read_or_refused(data: bytes, num_chunks: int) -> None:
+    try:
+        arrived_C = unpack_bits_untrusted(data, num_chunks)
+    except WireError:
+        assert len(data) * 8 < num_chunks or len(data) * 8 >= num_chunks + 8
+    else:
+        assert arrived_C.shape == (num_chunks,)
+
+
+# -- a running job ---------------------------------------------------------------
+
+
+def make_net() -> FakeNet:
+    return FakeNet(2, (BUCKET,), BOUND, timeout_s=10.0, silence_s=5.0)
+
+
+def begin_round(net: FakeNet) -> None:
+    for worker in net.workers:
+        if worker.error is None:
+            worker.all_reduce(np.ones(1003, np.float32), 1.0, net.now)
+
+
+def check_end(net: FakeNet) -> None:
+    """After its longest deadline a job has either reduced or failed, on all ranks."""
+    net.run_for(40.0)
+    errors = [endpoint.error for endpoint in (net.server, *net.workers)]
+    if any(error is not None for error in errors):
+        assert all(isinstance(error, TailboundError) for error in errors)
+    else:
+        assert len(net.run_until(Reduced)) == 2
+
+
+def target(net: FakeNet, side: str) -> tuple[Endpoint, int]:
+    return (net.server, 0) if side == "server" else (net.workers[0], LINK)
+
+
+sides = st.sampled_from(["server", "worker"])
+
+
+@settings(max_examples=250)
+@given(
+    side=sides,
+    turns=st.integers(0, 3),
+    data=st.lists(messages, min_size=1, max_size=3),
+)
+def test_any_message_in_the_middle_of_a_round_ends_it_in_good_order(
+    side: str, turns: int, data: list[Message]
+) -> None:
+    net = make_net()
+    net.start()
+    begin_round(net)
+    for _ in range(turns):
+        net.turn()
+    endpoint, link = target(net, side)
+
+    for message in data:
+        endpoint.receive_control(link, encode_control(message), net.now)
+
+    check_end(net)
+
+
+@settings(max_examples=100)
+@given(side=sides, data=mutated(st.lists(frames, max_size=2).map(b"".join)))
+def test_any_control_bytes_in_the_middle_of_a_round_end_it_in_good_order(
+    side: str, data: bytes
+) -> None:
+    net = make_net()
+    net.start()
+    begin_round(net)
+    endpoint, link = target(net, side)
+
+    endpoint.receive_control(link, data, net.now)
+
+    check_end(net)
+
+
+@settings(max_examples=200)
+@given(
+    side=sides,
+    turns=st.integers(0, 6),
+    data=st.lists(messages, min_size=1, max_size=3),
+)
+def test_any_message_while_meeting_ends_in_good_order(
+    side: str, turns: int, data: list[Message]
+) -> None:
+    net = make_net()
+    for _ in range(turns):
+        net.turn()
+    endpoint, link = target(net, side)
+
+    for message in data:
+        endpoint.receive_control(link, encode_control(message), net.now)
+
+    net.run_for(40.0)
+    for endpoint in (net.server, *net.workers):
+        assert endpoint.error is None or isinstance(endpoint.error, TailboundError)
+
+
+LAYOUT = ChunkLayout(1003, itemsize=4, room_bytes=1448)
+"""Two full chunks and a short one."""
+SESSION = 1
+"""Of a fake network with seed 0."""
+
+
+def chunks_of_round(side: str, chunks: list[int]) -> bytes:
+    """Datagrams of the open round, as this side expects them from its peer."""
+    key = RoundKey(1, 0, Direction.IN if side == "server" else Direction.BACK)
+    table = HeaderTable(LAYOUT, key, SESSION, 0 if side == "server" else 65535)
+    rows = BucketBytes(np.ones(1003, np.float32), LAYOUT)
+    out = bytearray(len(chunks) * LAYOUT.segment_bytes)
+    return bytes(out[: rows.pack(np.array(chunks), table, memoryview(out))])
+
+
+@st.composite
+def datagram_batches(draw: st.DrawFn) -> tuple[str, bytes, int]:
+    """Side, bytes, and the size in which the kernel says that they came."""
+    side = draw(sides)
+    chunks = draw(st.sampled_from([[0], [2], [0, 1], [1, 0], [0, 1, 2], [1, 2]]))
+    sound = st.just(chunks_of_round(side, chunks))
+    data = draw(mutated(sound | st.binary(min_size=1, max_size=99)))
+    return side, data, draw(st.sampled_from([1472, 1472, 1, 23, 24, 25, 100, 65535]))
+
+
+def test_datagrams_that_are_not_mutated_are_accepted() -> None:
+    net = make_net()
+    net.start()
+    begin_round(net)
+    for side, chunks in (("server", [0, 1, 2]), ("worker", [1, 0])):
+        data = chunks_of_round(side, chunks)
+        endpoint, link = target(net, side)
+
+        endpoint.receive_datagrams(link, memoryview(data), len(data), 1472, net.now)
+
+        assert endpoint.counters().accepted == len(chunks)
+
+
+@settings(max_examples=150)
+@given(batch=datagram_batches(), is_open=st.booleans())
+@example(batch=("server", bytes(24), 24), is_open=True)
+def test_any_datagrams_are_taken_or_counted_and_the_round_goes_on(
+    batch: tuple[str, bytes, int], is_open: bool
+) -> None:
+    side, data, segment_bytes = batch
+    net = make_net()
+    net.start()
+    assert net.server.session == SESSION
+    if is_open:
+        begin_round(net)
+    endpoint, link = target(net, side)
+    before = endpoint.counters()
+
+    endpoint.receive_datagrams(
+        link, memoryview(data), len(data), segment_bytes, net.now
+    )
+
+    counted = endpoint.counters()
+    num = -(-len(data) // segment_bytes)
+    pings = num - sum(
+        getattr(counted, name) - getattr(before, name)
+        for name in ("accepted", "stale", "foreign", "malformed")
+    )
+    assert 0 <= pings <= num
+    if not is_open:
+        begin_round(net)
+    check_end(net)
+    assert net.server.error is None
+
+
+# -- strangers -------------------------------------------------------------------
+
+
+def make_server(world_size: int = 1) -> ServerEndpoint:
+    server = ServerEndpoint(
+        world_size, 77, now=0.0, timeout_s=10.0, silence_s=5.0, join_timeout_s=10.0
+    )
+    server.accept(0, Link(-1, "a new connection", "here", udp_port=5))
+    return server
+
+
+def drain(endpoint: Endpoint, link: int) -> list[Message]:
+    found: list[Message] = []
+    while link in endpoint.links and (data := endpoint.next_control(link)) is not None:
+        found.append(decode_control_untrusted(data[4:]))
+    return found
+
+
+def walk(server: ServerEndpoint, hello: Hello) -> None:
+    """Do all that a worker with this hello would do, as far as the server lets it."""
+    server.receive_control(0, encode_control(hello), 0.0)
+    welcomes = [message for message in drain(server, 0) if isinstance(message, Welcome)]
+    if not welcomes:
+        return
+    (welcome,) = welcomes
+    for size in welcome.ping_bytes:
+        ping = make_ping(welcome.session, hello.rank, size)
+        server.receive_datagrams(0, memoryview(ping), size, size, 0.1)
+        server.receive_control(0, encode_control(PingSeen(size)), 0.1)
+    server.settle(0.2)
+    server.handle_timer(0.5)
+    assert server.plan is not None
+    key = server.plan.key(0, Direction.IN)
+    layout = server.plan.layout(0)
+    table = HeaderTable(layout, key, welcome.session, hello.rank)
+    values_N = np.full(layout.num_elements, 3, f"<u{layout.itemsize}")
+    out = bytearray(layout.segment_bytes)
+    for chunk in range(layout.num_chunks):
+        rows = BucketBytes(values_N, layout)
+        end = rows.pack(np.array([chunk]), table, memoryview(out))
+        server.receive_datagrams(0, memoryview(out), end, end, 0.6)
+    begin = Begin(key.counter, key.bucket, 1.0, None, 1.0)
+    server.receive_control(0, encode_control(begin), 0.6)
+    server.settle(0.7)
+    server.handle_timer(0.8)
+    assert any(isinstance(message, Mean) for message in drain(server, 0))
+
+
+def test_a_sound_hello_walks_all_the_way_to_a_mean() -> None:
+    server = make_server()
+
+    walk(server, HELLO)
+
+    assert server.error is None
+
+
+@settings(max_examples=400)
+@given(hellos)
+def test_any_hello_is_refused_or_works_all_the_way(hello: Hello) -> None:
+    server = make_server()
+
+    walk(server, hello)
+
+    assert server.error is None or isinstance(server.error, TailboundError)
+
+
+@settings(max_examples=100)
+@given(mutated(frames) | st.binary(max_size=60))
+def test_a_stranger_takes_no_link_but_its_own(data: bytes) -> None:
+    server = make_server(world_size=2)
+    server.receive_control(0, encode_control(replace(HELLO, world_size=2)), 0.0)
+    server.accept(1, Link(-1, "a new connection", "there", udp_port=6))
+
+    server.receive_control(1, data, 0.1)
+    if 1 in server.links:
+        server.receive_datagrams(1, memoryview(bytes(100)), 100, 50, 0.1)
+
+    assert 0 in server.links
+    assert server.error is None or isinstance(server.error, TailboundError)
+
+
+@settings(max_examples=60)
+@given(data=mutated(frames), is_udp=st.booleans())
+def test_a_stranger_cannot_disturb_a_running_job(data: bytes, is_udp: bool) -> None:
+    net = make_net()
+    net.start()
+    begin_round(net)
+    net.server.accept(9, Link(-1, "a new connection", "there", udp_port=6))
+
+    if is_udp and data:
+        num = len(data)
+        net.server.receive_datagrams(9, memoryview(data), num, num, net.now)
+    else:
+        net.server.receive_control(9, data, net.now)
+
+    net.run_until(Reduced)
+    net.close()
+
+
+# -- what fuzzing found --------------------------------------------------------------
+
+
+def test_what_follows_a_hello_in_the_same_bytes_is_taken_too() -> None:
+    """It cost the link that had just joined, which the server then missed."""
+    server = make_server()
+
+    server.receive_control(0, encode_control(HELLO) + encode_control(Bye()), 0.0)
+
+    assert isinstance(server.error, PeerProtocolError)
+    assert 0 in server.links
+
+
+def test_a_datagram_to_a_strangers_port_is_counted() -> None:
+    """Its link has rank -1, which no header can hold."""
+    net = make_net()
+    net.start()
+    net.server.accept(9, Link(-1, "a new connection", "there", udp_port=6))
+
+    net.server.receive_datagrams(9, memoryview(bytes(30)), 30, 30, net.now)
+
+    counters = net.server.links[9].counters
+    assert counters.stale + counters.foreign + counters.malformed == 1
+
+
+def test_a_bare_header_is_no_short_last_chunk() -> None:
+    """It marked the last full chunk of a bucket without a short one as arrived."""
+    bucket = BucketSpec("float32", ("weight",), ((724,),))
+    net = FakeNet(1, (bucket,), BOUND, timeout_s=10.0)
+    net.start()
+    net.workers[0].all_reduce(np.ones(724, np.float32), 1.0, net.now)
+    header = make_header(RoundKey(1, 0, Direction.IN), net.server.session, 0)
+    header["sequence"] = 2
+
+    net.inject(0, header.tobytes())
+
+    assert net.server.counters().malformed == 1
+    assert net.server.counters().accepted == 0
