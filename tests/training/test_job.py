@@ -1,8 +1,12 @@
 """The job object, on ranks that are threads around a real server."""
 
+import json
 import logging
 import math
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,18 +170,20 @@ def test_replicas_stay_equal_bit_for_bit_over_a_lossy_network() -> None:
 
 @pytest.mark.sockets
 def test_parameters_and_buffers_are_made_equal_to_rank_0s() -> None:
-    models = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+    linears = [nn.Linear(2, 2) for _ in range(2)]
+    norms = [nn.BatchNorm1d(2) for _ in range(2)]
     with torch.no_grad():
-        models[0][0].bias.fill_(3.0)
-        models[0][1].get_buffer("num_batches_tracked").fill_(9)
+        linears[0].bias.fill_(3.0)
+        norms[0].get_buffer("num_batches_tracked").fill_(9)
 
     def work(rank: int, make_exchange: MakeExchange) -> None:
-        attach_through(make_exchange, models[rank], plain_sgd(models[rank])).close()
+        model = nn.Sequential(linears[rank], norms[rank])
+        attach_through(make_exchange, model, plain_sgd(model)).close()
 
     assert run_ranks(work) == [None, None]
-    assert models[1][0].bias.tolist() == [3.0, 3.0]
-    assert models[1][1].get_buffer("num_batches_tracked").item() == 9
-    assert state_bytes(models[0]) == state_bytes(models[1])
+    assert linears[1].bias.tolist() == [3.0, 3.0]
+    assert norms[1].get_buffer("num_batches_tracked").item() == 9
+    assert state_bytes(linears[0]) == state_bytes(linears[1])
 
 
 @pytest.mark.sockets
@@ -475,3 +481,70 @@ def test_a_failed_job_stays_failed() -> None:
         return told
 
     assert run_ranks(work, bound=EXACT)[0] == 2 * ["rank 1 ended the job: enough"]
+
+
+# -- real processes -------------------------------------------------------------------
+
+
+def start_ranks(mode: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks by hand: rank 0 hosts the store, as without torchrun."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    tests = Path(__file__).parents[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("two_ranks.py")), mode],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def finish(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, standard output and standard error of each."""
+    outputs = [rank.communicate(timeout=50.0) for rank in ranks]
+    codes = [rank.returncode for rank in ranks]
+    return [(code, *output) for code, output in zip(codes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.sockets
+def test_both_networks_equal_one_process_with_all_samples() -> None:
+    """Over a process group, exactly, and then bounded, met in the group's store."""
+    x, y = samples(7)
+    alone = build_mlp(0)
+    optimizer = plain_sgd(alone, 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(mse(alone(x), y))
+        optimizer.step()
+
+    results = finish(start_ranks("networks"))
+
+    assert [code for code, *_ in results] == [0, 0], results
+    first, second = (json.loads(out) for _, out, _ in results)
+    assert first == second
+    for network in ("exact", "bounded"):
+        for mean, parameter in zip(first[network], alone.parameters(), strict=True):
+            assert mean == pytest.approx(parameter.flatten().tolist(), abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.sockets
+def test_a_script_that_forgets_to_close_does_not_end_the_others() -> None:
+    results = finish(start_ranks("forgotten"))
+
+    assert [(code, out.strip()) for code, out, _ in results] == 2 * [(0, "[-1.0]")]

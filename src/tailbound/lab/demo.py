@@ -145,12 +145,12 @@ def run_demo(
         mtu=options.mtu,
         seed=options.seed,
     )
+    # The fixed run detects too, and ignores it: both pages show the same regimes.
     bounds = {
-        "fixed": LossBound.fixed(options.p_low),
-        "adaptive": LossBound(
-            p_low=options.p_low, p_high=options.p_high, window=WINDOW
-        ),
+        run: LossBound(p_low=options.p_low, p_high=p_high, window=WINDOW)
+        for run, p_high in (("fixed", options.p_low), ("adaptive", options.p_high))
     }
+    detector = bounds["adaptive"]
     out = _make_folder(options.out)
     settings = RunSettings(
         task=options.task,
@@ -165,6 +165,10 @@ def run_demo(
         p_low=options.p_low,
         p_high=options.p_high,
         mtu=options.mtu,
+        detector=(
+            f"mean norm of {detector.window} rounds changes by {detector.eta:.0%} or "
+            f"more; asked every {detector.frequency} rounds"
+        ),
         versions=_versions(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )

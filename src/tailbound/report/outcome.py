@@ -36,6 +36,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Loss bound of the adaptive run outside the critical regime."""
     mtu: int | str
     """Bytes of an IP packet, or ``auto``."""
+    detector: str = ""
+    """How the critical regime is found, in words; empty where nobody said."""
     versions: dict[str, str]
     """Version of each program that took part, by name."""
     started: str

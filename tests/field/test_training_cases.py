@@ -1,0 +1,197 @@
+"""FIELD.md's cases of the job: S02 (its runs without a compute bound), A06, A12, A13.
+
+S02's third run is here too: what a rank-local NaN does must be the same everywhere.
+"""
+
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tailbound
+from tailbound.config import LossBound, Transport
+from tailbound.errors import RemoteError
+from tailbound.protocol.wire import HEADER_BYTES, BucketSpec
+from tailbound.training.job import MakeExchange, attach_through
+from tailbound.transport.group import Group, Server
+from training.ranks import TIMEOUT_S, Vector, plain_sgd, run_ranks
+from training.test_job import finish, start_ranks
+
+pytestmark = pytest.mark.sockets
+
+
+def one_step(rank: int, make_exchange: MakeExchange, inputs: list[float]) -> list[Any]:
+    """M=4: one step with these inputs; weight, gradient's norm and what was told."""
+    model = Vector()
+    with attach_through(make_exchange, model, plain_sgd(model), micro_batches=4) as job:
+        for x in inputs:
+            job.backward(model(torch.tensor([[x]])))
+        report = job.step()
+    return [model.w.item(), report.step, report.total_weight, report.skipped]
+
+
+def test_s02_a_rank_with_nothing_counts_with_weight_0() -> None:
+    begun_s = time.monotonic()
+
+    outcomes = run_ranks(
+        lambda rank, make: one_step(rank, make, [[1.0, 2.0, 3.0, 6.0], []][rank])
+    )
+
+    assert outcomes == 2 * [[-3.0, 1, 4.0, False]]  # not -1.5
+    assert time.monotonic() - begun_s < 10.0
+
+
+def test_s02_a_step_where_nobody_has_anything_is_skipped_everywhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        outcomes = run_ranks(lambda rank, make: one_step(rank, make, []))
+
+    assert outcomes == 2 * [[0.0, 1, 0.0, True]]
+    assert [record.message[:15] for record in caplog.records] == ["step 1 skipped:"]
+
+
+def test_s02_a_nan_on_one_rank_has_the_same_effect_on_both() -> None:
+    outcomes = run_ranks(
+        lambda rank, make: one_step(rank, make, [[1.0], [math.nan]][rank])
+    )
+
+    assert [math.isnan(outcome[0]) for outcome in outcomes] == [True, True]
+    assert outcomes[0][1:] == outcomes[1][1:] == [1, 2.0, False]
+
+
+def test_a06_an_error_in_the_loop_ends_every_rank_within_5_s() -> None:
+    def work(rank: int, make_exchange: MakeExchange) -> float:
+        model = Vector()
+        with attach_through(make_exchange, model, plain_sgd(model)) as job:
+            raised_s = time.monotonic()
+            try:
+                for step in range(100):
+                    job.backward(model(torch.tensor([[1.0]])))
+                    if rank == 0 and step == 3:
+                        raise LookupError("no such sample: 17")
+                    job.step()
+            finally:
+                times_s.append(time.monotonic() - raised_s)
+        return 0.0
+
+    times_s: list[float] = []
+    begun_s = time.monotonic()
+
+    first, second = run_ranks(work)
+
+    assert isinstance(first, LookupError)
+    assert isinstance(second, RemoteError)
+    assert str(second) == "rank 0 ended the job: LookupError: no such sample: 17"
+    assert time.monotonic() - begun_s < 5.0
+    assert len(times_s) == 2
+    names = [thread.name for thread in threading.enumerate()]
+    assert "tailbound-driver" not in names
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a06_the_failing_process_shows_its_own_error_and_the_other_its_name() -> None:
+    kept = set(os.listdir("/dev/shm"))
+
+    (code, _, errors), (other_code, _, other_errors) = finish(start_ranks("failing"))
+
+    assert code == 1
+    assert errors.splitlines()[-1] == "LookupError: no such sample: 17"
+    assert other_code == 1
+    assert other_errors.splitlines()[-1] == (
+        "tailbound.errors.RemoteError: rank 0 ended the job: LookupError: no such "
+        "sample: 17"
+    )
+    assert set(os.listdir("/dev/shm")) <= kept
+
+
+def open_sockets() -> int:
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(
+        os.readlink(link).startswith("socket:") for link in links if link.is_symlink()
+    )
+
+
+def test_a12_a_job_of_one_rank_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = Vector()
+    before = open_sockets()
+    begun = threading.active_count()
+
+    with tailbound.attach(model, plain_sgd(model)) as job:
+        job.backward(model(torch.tensor([[2.0]])))
+        job.step()
+        after = open_sockets()
+
+    assert after == before
+    assert threading.active_count() == begun
+    assert model.w.item() == -2.0
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def agreed_bytes(host: str, *mtus: int) -> list[int]:
+    """UDP payload, our header included, that each rank of a job ended up with."""
+    server = Server(
+        len(mtus), host=host, transport=Transport(mtu=9000, timeout_s=TIMEOUT_S)
+    )
+    serving = threading.Thread(target=server.run, daemon=True)
+    serving.start()
+    groups: dict[int, Group] = {}
+
+    def join(rank: int, mtu: int) -> None:
+        groups[rank] = Group(
+            server.address,
+            rank=rank,
+            world_size=len(mtus),
+            buckets=(BucketSpec("float32", ("w",), ((8,),)),),
+            bound=LossBound(),
+            transport=Transport(mtu=mtu, timeout_s=TIMEOUT_S),
+        )
+
+    in_threads([lambda r=r, m=m: join(r, m) for r, m in enumerate(mtus)])
+    sizes = [groups[rank].payload_bytes + HEADER_BYTES for rank in range(len(mtus))]
+    in_threads([group.close for group in groups.values()])
+    serving.join(TIMEOUT_S)
+    return sizes
+
+
+def in_threads(calls: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("mtus", "largest"), [((1500,), 1472), ((9000,), 8972), ((1500, 9000), 1472)]
+)
+def test_a13_a_datagram_with_our_header_fits_the_smallest_mtu(
+    mtus: tuple[int, ...], largest: int
+) -> None:
+    for size in agreed_bytes("127.0.0.1", *mtus):
+        assert largest - 8 < size <= largest
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 on loopback")
+def test_a13_ipv6_leaves_20_bytes_less() -> None:
+    (size,) = agreed_bytes("::1", 1500)
+
+    assert 1452 - 8 < size <= 1452
