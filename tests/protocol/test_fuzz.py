@@ -5,6 +5,7 @@ with a TailboundError, within its deadlines.
 """
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tailbound.config import LossBound
 from tailbound.errors import PeerProtocolError, TailboundError, WireError
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.endpoint import Endpoint, Link
-from tailbound.protocol.events import Direction, Reduced, RoundKey
+from tailbound.protocol.events import Direction, Reduced, RoundKey, Started
 from tailbound.protocol.headers import BucketBytes, HeaderTable
 from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import (
@@ -241,70 +242,21 @@ def check_end(net: FakeNet) -> None:
         assert len(net.run_until(Reduced)) == 2
 
 
+def check_start(net: FakeNet) -> None:
+    """After its longest deadline a job has either started or failed, on all ranks."""
+    net.run_for(40.0)
+    errors = [endpoint.error for endpoint in (net.server, *net.workers)]
+    if any(error is not None for error in errors):
+        assert all(isinstance(error, TailboundError) for error in errors)
+    else:
+        assert len(net.run_until(Started)) == 2
+
+
 def target(net: FakeNet, side: str) -> tuple[Endpoint, int]:
     return (net.server, 0) if side == "server" else (net.workers[0], LINK)
 
 
 sides = st.sampled_from(["server", "worker"])
-
-
-@settings(max_examples=250)
-@given(
-    side=sides,
-    turns=st.integers(0, 3),
-    data=st.lists(messages, min_size=1, max_size=3),
-)
-def test_any_message_in_the_middle_of_a_round_ends_it_in_good_order(
-    side: str, turns: int, data: list[Message]
-) -> None:
-    net = make_net()
-    net.start()
-    begin_round(net)
-    for _ in range(turns):
-        net.turn()
-    endpoint, link = target(net, side)
-
-    for message in data:
-        endpoint.receive_control(link, encode_control(message), net.now)
-
-    check_end(net)
-
-
-@settings(max_examples=100)
-@given(side=sides, data=mutated(st.lists(frames, max_size=2).map(b"".join)))
-def test_any_control_bytes_in_the_middle_of_a_round_end_it_in_good_order(
-    side: str, data: bytes
-) -> None:
-    net = make_net()
-    net.start()
-    begin_round(net)
-    endpoint, link = target(net, side)
-
-    endpoint.receive_control(link, data, net.now)
-
-    check_end(net)
-
-
-@settings(max_examples=200)
-@given(
-    side=sides,
-    turns=st.integers(0, 6),
-    data=st.lists(messages, min_size=1, max_size=3),
-)
-def test_any_message_while_meeting_ends_in_good_order(
-    side: str, turns: int, data: list[Message]
-) -> None:
-    net = make_net()
-    for _ in range(turns):
-        net.turn()
-    endpoint, link = target(net, side)
-
-    for message in data:
-        endpoint.receive_control(link, encode_control(message), net.now)
-
-    net.run_for(40.0)
-    for endpoint in (net.server, *net.workers):
-        assert endpoint.error is None or isinstance(endpoint.error, TailboundError)
 
 
 LAYOUT = ChunkLayout(1003, itemsize=4, room_bytes=1448)
@@ -320,6 +272,134 @@ def chunks_of_round(side: str, chunks: list[int]) -> bytes:
     rows = BucketBytes(np.ones(1003, np.float32), LAYOUT)
     out = bytearray(len(chunks) * LAYOUT.segment_bytes)
     return bytes(out[: rows.pack(np.array(chunks), table, memoryview(out))])
+
+
+def job_in(phase: str) -> FakeNet:
+    """A job that has come so far, with both links of rank 0 as the phase says."""
+    net = make_net()
+    if phase == "meeting":
+        return net
+    if phase == "checking":
+        net.turn()
+        return net
+    net.start()
+    if phase == "idle":
+        net.workers[1].all_reduce(np.ones(1003, np.float32), 1.0, net.now)
+        net.deliver()
+        return net
+    net.cut_udp(from_ranks=[0] if phase == "gradient" else [])
+    net.cut_udp(to_ranks=[0] if phase == "mean" else [])
+    begin_round(net)
+    for _ in range(3):
+        net.turn()
+    return net
+
+
+GRADIENT, MEAN = (1, 0, Direction.IN), (1, 0, Direction.BACK)
+HONEST: list[tuple[str, str, Message]] = [
+    ("meeting", "worker", Welcome(SESSION, 40001, (1472, 1232, 548))),
+    ("checking", "worker", PingSeen(1472)),
+    ("checking", "server", PingSeen(1472)),
+    ("checking", "worker", Start(1448, 1 << 20)),
+    ("idle", "server", Begin(1, 0, 1.0, 0.1, 1.0)),
+    ("gradient", "server", Begin(1, 0, 1.0, 0.1, 1.0)),
+    ("gradient", "server", Probe(*GRADIENT)),
+    ("gradient", "server", Mark(*GRADIENT, 1000)),
+    ("gradient", "server", GatherPart(0, 4, 0, b"abcd")),
+    ("gradient", "worker", GatherPart(1, 4, 0, b"abcd")),
+    ("gradient", "worker", Bitmap(*GRADIENT, b"\x40")),
+    ("gradient", "worker", Stop(*GRADIENT, b"\xe0")),
+    ("gradient", "worker", MarkSeen(*GRADIENT, 1000)),
+    ("gradient", "worker", Mean(1, 0, 2.0, 0.25, True, 1.0, None, "no check")),
+    ("mean", "worker", Mean(1, 0, 2.0, 0.25, True, 1.0, 0.5, "no check")),
+    ("mean", "worker", Probe(*MEAN)),
+    ("mean", "worker", Mark(*MEAN, 1000)),
+    ("mean", "server", Bitmap(*MEAN, b"\x40")),
+    ("mean", "server", Stop(*MEAN, b"\xe0")),
+    ("mean", "server", MarkSeen(*MEAN, 1000)),
+    ("mean", "server", Fail("rank 0", ("rank 1",), "start-up", "it ended")),
+    ("mean", "worker", Fail("rank 1", (), "start-up", "it ended")),
+    ("mean", "worker", Refuse("dtype", "float32", "float16", "change it")),
+]
+ABSURD: dict[type, list[Any]] = {
+    int: [-(2**63), -1, 0, 25, 65536, 2**62, 2**63, 2**64 - 1],
+    float: [float("nan"), float("inf"), -1.0, 0.0, 5e-324, 1e300],
+    str: ["", "\x00", "ä" * 5000],
+    bytes: [b"", b"\x00", b"\xff", bytes(999)],
+    tuple: [(), (0,), (-1,), (2**63, 548), (548, 1472), (1472, 1471, 1470, 1469)],
+    Direction: [Direction.IN, Direction.BACK],
+    bool: [True, False],
+    type(None): [float("nan"), -1.0],
+}
+
+
+def absurd_variants(message: Message) -> list[bytes]:
+    """The honest message, and it with one field at a time out of all reason."""
+    frames = [encode_control(message)]
+    for name in message.__struct_fields__:
+        for value in ABSURD[type(getattr(message, name))]:
+            is_names = name == "peers" and isinstance(value, tuple)
+            changed = tuple(str(item) for item in value) if is_names else value
+            frames.append(encode_control(replace(message, **{name: changed})))
+    return frames
+
+
+@pytest.mark.parametrize(
+    ("phase", "side", "message"),
+    HONEST,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_one_field_out_of_all_reason_ends_in_good_order(
+    phase: str, side: str, message: Message
+) -> None:
+    for frame in absurd_variants(message):
+        net = job_in(phase)
+        endpoint, link = target(net, side)
+
+        endpoint.receive_control(link, frame, net.now)
+        if phase == "idle":
+            data = chunks_of_round(side, [0, 1, 2])
+            endpoint.receive_datagrams(link, memoryview(data), len(data), 1472, net.now)
+
+        net.mend_udp()
+        if phase in ("meeting", "checking"):
+            check_start(net)
+        else:
+            check_end(net)
+
+
+@settings(max_examples=60)
+@given(side=sides, data=mutated(st.lists(frames, max_size=2).map(b"".join)))
+def test_any_control_bytes_in_the_middle_of_a_round_end_it_in_good_order(
+    side: str, data: bytes
+) -> None:
+    net = job_in("gradient")
+    endpoint, link = target(net, side)
+
+    endpoint.receive_control(link, data, net.now)
+
+    net.mend_udp()
+    check_end(net)
+
+
+@settings(max_examples=60)
+@given(
+    side=sides,
+    turns=st.integers(0, 6),
+    data=st.lists(messages, min_size=1, max_size=3),
+)
+def test_any_messages_while_meeting_end_in_good_order(
+    side: str, turns: int, data: list[Message]
+) -> None:
+    net = make_net()
+    for _ in range(turns):
+        net.turn()
+    endpoint, link = target(net, side)
+
+    for message in data:
+        endpoint.receive_control(link, encode_control(message), net.now)
+
+    check_start(net)
 
 
 @st.composite

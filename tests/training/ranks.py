@@ -1,7 +1,12 @@
-"""Ranks as threads of one process, around a real server on loopback."""
+"""Ranks of a job: threads of one process around a real server, or processes."""
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,3 +95,43 @@ def build_mlp(seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def open_sockets() -> int:
+    """Sockets of this process."""
+    links = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(
+        os.readlink(link).startswith("socket:") for link in links if link.is_symlink()
+    )
+
+
+def start_ranks(mode: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks by hand: rank 0 hosts the store, as without torchrun."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    tests = Path(__file__).parents[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("two_ranks.py")), mode],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def finish(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, standard output and standard error of each."""
+    outputs = [rank.communicate(timeout=50.0) for rank in ranks]
+    codes = [rank.returncode for rank in ranks]
+    return [(code, *output) for code, output in zip(codes, outputs, strict=True)]

@@ -3,12 +3,7 @@
 import json
 import logging
 import math
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,8 +30,11 @@ from training.ranks import (
     TIMEOUT_S,
     Vector,
     build_mlp,
+    finish,
+    open_sockets,
     plain_sgd,
     run_ranks,
+    start_ranks,
 )
 
 
@@ -251,13 +249,6 @@ def test_exact_averaging_needs_a_process_group(
 
 
 # -- one rank -------------------------------------------------------------------------
-
-
-def open_sockets() -> int:
-    links = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    return sum(
-        os.readlink(link).startswith("socket:") for link in links if link.is_symlink()
-    )
 
 
 def test_a_job_of_one_rank_trains_without_a_socket() -> None:
@@ -484,38 +475,6 @@ def test_a_failed_job_stays_failed() -> None:
 
 
 # -- real processes -------------------------------------------------------------------
-
-
-def start_ranks(mode: str) -> list[subprocess.Popen[str]]:
-    """Start two ranks by hand: rank 0 hosts the store, as without torchrun."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    tests = Path(__file__).parents[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}",
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("two_ranks.py")), mode],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-
-
-def finish(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Exit code, standard output and standard error of each."""
-    outputs = [rank.communicate(timeout=50.0) for rank in ranks]
-    codes = [rank.returncode for rank in ranks]
-    return [(code, *output) for code, output in zip(codes, outputs, strict=True)]
 
 
 @pytest.mark.slow

@@ -59,11 +59,11 @@ def test_a_driver_can_be_stopped_twice_and_before_it_starts() -> None:
     driver = Driver()
     driver.start()
 
-    assert driver.is_running
+    before = driver.is_running
     driver.stop(5.0)
     driver.stop(5.0)
 
-    assert not driver.is_running
+    assert (before, driver.is_running) == (True, False)
     driver.call(lambda: None)  # nobody is there: nothing happens
 
 
@@ -111,9 +111,7 @@ def test_a_bug_in_the_thread_reaches_every_call(
             reduced(group, 100, 1.0)
         group.close()
 
-    with pytest.raises(
-        TailboundError, match=r"thread failed: KeyError\('a bug of ours"
-    ):
+    with pytest.raises(TailboundError, match=r"failed: KeyError.*a bug of ours"):
         server.wait_ended(1.0)
 
 

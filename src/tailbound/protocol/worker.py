@@ -172,6 +172,12 @@ class WorkerEndpoint(Endpoint):
             link.state = next_state(link.state, "bye", peer=link.name)
             link.control.append(Bye())
 
+    def lose_link(self, link: int, reason: str, now: float) -> None:
+        """See Endpoint; who has said goodbye need not wait for an answer any more."""
+        if self.error is None and self.links[link].state is LinkState.CLOSED:
+            self._events.append(Ended())
+        super().lose_link(link, reason, now)
+
     def settle(self, now: float) -> None:
         """See Endpoint."""
         if self._round is None or self.error is not None:

@@ -338,15 +338,15 @@ class Group:
                 done.put(None)
 
         self._driver.call(guarded)
+        deadline_s = time.monotonic() + self._transport.timeout_s
         while True:
             try:
                 error = done.get(timeout=CALL_POLL_S)
             except queue.Empty:
-                if self._driver.is_running:
-                    continue
-                # It said why before it ended; that is what this raises.
-                self._events.wait(Ended, 0.0, "a call")
-                raise JobClosedError("the transport thread ended") from None
+                if not self._driver.is_running or time.monotonic() > deadline_s:
+                    # A thread that ended said why: that is what this raises.
+                    self._events.wait(Ended, 0.0, "a call")
+                continue
             if error is not None:
                 raise error
             return
