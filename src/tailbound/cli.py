@@ -5,23 +5,25 @@ code 1 (2 for a wrong option); a traceback is a bug of ours. With ``--json`` sta
 output carries exactly one JSON object.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tailbound.errors import TailboundError
+from tailbound.errors import ConfigError, ShapeError, TailboundError
 
 if TYPE_CHECKING:
-    from tailbound.lab.demo import Progress
+    from tailbound.lab.crew import Progress
 
 app = typer.Typer(
     help="Bound both tails of a synchronous PyTorch training step.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -29,39 +31,51 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""Exit codes, as shells have them."""
+# Typer has its own copy of click in some releases, so click's name for this varies.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class _Terminated(BaseException):
+    """SIGTERM came: clean up as for Ctrl-C."""
+
 
 def main() -> None:
     """Entry point of the ``tailbound`` command."""
-    with _one_line():
-        app()
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(run(sys.argv[1:]))
 
 
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """Turn an expected error into one line and exit code 1."""
+def run(arguments: list[str]) -> int:
+    """Run one command; its exit code. What goes wrong is one line on stderr."""
     try:
-        yield
-    except (TailboundError, ValueError, OSError) as error:
-        if isinstance(error, ValueError) and type(error) is ValueError:
-            raise  # not one of ours: a bug
-        print(f"tailbound: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("tailbound: interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = app(arguments, prog_name="tailbound", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx else "tailbound"
+        return _say(f"{error.format_message()} See `{command} --help`.", 2)
+    except BrokenPipeError:
+        # Who read our output has gone; Python's last flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (TailboundError, ConfigError, ShapeError, OSError) as error:
+        return _say(str(error), 1)
+    except _Interrupted:
+        return _say("interrupted", INTERRUPTED)
+    except _Terminated:
+        return _say("terminated", TERMINATED)
 
 
-@app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = (
-        False
-    ),
-) -> None:
-    if version:
-        from tailbound import __version__
+def _say(message: str, code: int) -> int:
+    print(f"tailbound: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
-        print(f"tailbound {__version__}")
-        raise typer.Exit
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough
+    raise _Terminated
 
 
 @app.command()

@@ -125,7 +125,7 @@ class EpochReport(
     train_s: float
     """Training time so far, evaluation left out, in seconds."""
     digest: str
-    """Hex digest of parameters and buffers; equal on all ranks."""
+    """Hex digest of the parameters, bit exact; equal on all ranks."""
 
     def __post_init__(self) -> None:
         restore_nan(self, "metric", self.metric)

@@ -19,7 +19,9 @@ import torch
 import tailbound
 from tailbound.config import LossBound, Transport
 from tailbound.errors import RemoteError
+from tailbound.protocol.events import Ended
 from tailbound.protocol.wire import HEADER_BYTES, BucketSpec
+from tailbound.testing import FakeNet
 from tailbound.training.job import MakeExchange, attach_through
 from tailbound.transport.group import Group, Server
 from training.ranks import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tailbound.errors import ConfigError
-from tailbound.lab.digest import parameter_digest
+from tailbound.training.buckets import parameter_digest
 from tailbound.lab.tasks import TASKS, Task, load_task
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from tailbound.config import LossBound
 from tailbound.errors import PeerProtocolError, TailboundError, WireError
+from tailbound.impairments import Impairments
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.endpoint import Endpoint, Link
 from tailbound.protocol.events import Direction, Reduced, RoundKey, Started
@@ -222,8 +223,18 @@ def test_a_bitmap_is_read_or_refused(data: bytes, num_chunks: int) -> None:
 # -- a running job ---------------------------------------------------------------
 
 
-def make_net() -> FakeNet:
-    return FakeNet(2, (BUCKET,), BOUND, timeout_s=10.0, silence_s=5.0)
+def make_net(late: str = "") -> FakeNet:
+    """Two workers; what goes to the late side is half a second on its way."""
+    slow, fast = Impairments(delay_s=0.5), Impairments()
+    return FakeNet(
+        2,
+        (BUCKET,),
+        BOUND,
+        to_server=slow if late == "server" else fast,
+        to_worker=slow if late == "worker" else fast,
+        timeout_s=10.0,
+        silence_s=5.0,
+    )
 
 
 def begin_round(net: FakeNet) -> None:
@@ -274,9 +285,14 @@ def chunks_of_round(side: str, chunks: list[int]) -> bytes:
     return bytes(out[: rows.pack(np.array(chunks), table, memoryview(out))])
 
 
-def job_in(phase: str) -> FakeNet:
-    """A job that has come so far, with both links of rank 0 as the phase says."""
-    net = make_net()
+def job_in(phase: str, side: str) -> FakeNet:
+    """A job that has come so far.
+
+    In ``gradient`` and ``mean`` the sender on this side waits for its bitmap, or the
+    receiver on this side has rank 0's probe and none of the datagrams.
+    """
+    sends = (phase, side) in (("gradient", "worker"), ("mean", "server"))
+    net = make_net(("worker" if side == "server" else "server") if sends else "")
     if phase == "meeting":
         return net
     if phase == "checking":
@@ -287,11 +303,13 @@ def job_in(phase: str) -> FakeNet:
         net.workers[1].all_reduce(np.ones(1003, np.float32), 1.0, net.now)
         net.deliver()
         return net
-    net.cut_udp(from_ranks=[0] if phase == "gradient" else [])
-    net.cut_udp(to_ranks=[0] if phase == "mean" else [])
+    if not sends:
+        net.cut_udp(
+            from_ranks=[0] if phase == "gradient" else [],
+            to_ranks=[0] if phase == "mean" else [],
+        )
     begin_round(net)
-    for _ in range(3):
-        net.turn()
+    net.run_for(0.25)
     return net
 
 
@@ -353,13 +371,15 @@ def test_one_field_out_of_all_reason_ends_in_good_order(
     phase: str, side: str, message: Message
 ) -> None:
     for frame in absurd_variants(message):
-        net = job_in(phase)
+        net = job_in(phase, side)
         endpoint, link = target(net, side)
 
         endpoint.receive_control(link, frame, net.now)
         if phase == "idle":
             data = chunks_of_round(side, [0, 1, 2])
             endpoint.receive_datagrams(link, memoryview(data), len(data), 1472, net.now)
+        if phase == "checking" and net.workers[0].plan is not None:
+            net.workers[0].all_reduce(np.ones(1003, np.float32), 1.0, net.now)
 
         net.mend_udp()
         if phase in ("meeting", "checking"):
@@ -373,7 +393,7 @@ def test_one_field_out_of_all_reason_ends_in_good_order(
 def test_any_control_bytes_in_the_middle_of_a_round_end_it_in_good_order(
     side: str, data: bytes
 ) -> None:
-    net = job_in("gradient")
+    net = job_in("gradient", side)
     endpoint, link = target(net, side)
 
     endpoint.receive_control(link, data, net.now)

@@ -12,7 +12,7 @@ import pytest
 
 from jobs import leaves_nothing
 from tailbound.config import LossBound, Transport
-from tailbound.errors import ConfigError, PeerLostError, TailboundError
+from tailbound.errors import ConfigError, PeerLostError, RemoteError, TailboundError
 from tailbound.impairments import Impairments
 from tailbound.protocol.endpoint import Endpoint, Link
 from tailbound.protocol.events import Event
@@ -21,6 +21,7 @@ from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import (
     BucketSpec,
     ControlReader,
+    Fail,
     Hello,
     Message,
     PingSeen,
@@ -40,6 +41,19 @@ pytestmark = pytest.mark.sockets
 VECTOR = (BucketSpec("float32", ("w",), ((200_000,),)),)
 
 
+class Flood:
+    """Stands in for ``recvmsg_into``: datagrams of 60000 bytes, whatever the queue."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self.num_left, self.peer = 0, peer
+
+    def __call__(self, opened: socket.socket, *args: Any) -> Any:
+        if not self.num_left:
+            return opened.recvmsg_into(*args)
+        self.num_left -= 1
+        return 60_000, [], 0, self.peer.getsockname()
+
+
 class Peer:
     """The other end of a worker's link: plain sockets that a test speaks through."""
 
@@ -57,19 +71,21 @@ class Peer:
         self.events: list[Event] = []
         impairments = Impairments(**path) if path else None
         self.station = Station(self.worker, self.events.append, impairments=impairments)
-        udp = UdpSocket("127.0.0.1", sendmsg=sendmsg)
+        self.flood = Flood(self.udp)
+        udp = UdpSocket("127.0.0.1", sendmsg=sendmsg, recvmsg_into=self.flood)
         link = Link(-1, "", "127.0.0.1", udp_port=udp.port)
         self.conduit = self.station.add(ours, udp, link)
         self.worker.connect(link, 0.0)
         self.reader = ControlReader()
+        self.heard: list[Message] = []
 
     def tell(self, *messages: Message) -> None:
         self.tcp.sendall(b"".join(map(encode_control, messages)))
 
     def hear(self) -> Message:
-        while True:
-            for message in self.reader.feed_untrusted(self.tcp.recv(65536)):
-                return message
+        while not self.heard:
+            self.heard.extend(self.reader.feed_untrusted(self.tcp.recv(65536)))
+        return self.heard.pop(0)
 
     def turn(self, now: float = 0.0) -> None:
         """What a driver does in a turn in which the TCP stream is readable."""
@@ -129,12 +145,11 @@ def test_control_bytes_pass_both_ways() -> None:
 
 
 def test_control_bytes_wait_until_the_datagrams_before_them_are_read() -> None:
-    """20 batches are queued, 16 are read in a turn: the rest comes first."""
+    """1.2 MB is queued, 1 MiB is read in a turn: the rest comes first."""
     with peer_of() as peer:
         peer.start()
         before = peer.conduit.udp.statistics().batches_received
-        for _ in range(20):
-            peer.udp.sendto(b"?" * 100, ("127.0.0.1", peer.conduit.udp.port))
+        peer.flood.num_left = 20
         peer.tell(PingSeen(1))  # breaks the protocol: no ping has this size
         deadline_s = time.monotonic() + 10.0
         while not peer.conduit.incoming and time.monotonic() < deadline_s:
@@ -147,7 +162,7 @@ def test_control_bytes_wait_until_the_datagrams_before_them_are_read() -> None:
         peer.station.drain(peer.conduit, 0.0)
         peer.station.hand_on(0.0)
 
-        assert (first, has_failed_early) == (16, False)
+        assert (first, has_failed_early) == (18, False)
         assert peer.conduit.is_drained
         assert peer.worker.counters().stale == 20
         assert peer.worker.has_failed
@@ -281,10 +296,9 @@ def test_a_datagram_that_is_held_back_arrives_when_it_is_due() -> None:
 
 
 def test_a_job_is_not_held_up_by_datagrams_that_never_end() -> None:
-    """At most 16 batches a turn: the others get their turn, and the timers too."""
+    """1 MiB a turn of 2.4 MB: the others get their turn, and the timers too."""
     with peer_of() as peer:
-        for _ in range(40):
-            peer.udp.sendto(b"?" * 100, ("127.0.0.1", peer.conduit.udp.port))
+        peer.flood.num_left = 40
 
         turns = 0
         peer.conduit.is_drained = False
@@ -344,6 +358,24 @@ def test_a_full_device_is_tried_again_after_a_pause() -> None:
         device.error = None
         assert peer.conduit.send_datagrams(peer.worker)
         assert peer.conduit.retry_s is None
+
+
+def test_a_failure_is_told_even_if_no_datagram_can_leave() -> None:
+    device = Device()
+    with peer_of(device) as peer:
+        peer.start()
+        peer.worker.all_reduce(np.ones(200_000, np.float32), 1.0, 0.0)
+        peer.turn()
+        device.error = errno.ENOBUFS
+        peer.turn()
+
+        peer.worker.fail(RemoteError("rank 0", "out of memory"))
+        peer.turn()
+
+        message = peer.hear()
+        while not isinstance(message, Fail):
+            message = peer.hear()
+        assert message.message == "out of memory"
 
 
 def test_what_is_too_large_to_leave_is_not_tried_twice_in_the_check() -> None:

@@ -2,27 +2,29 @@
 
 import os
 import selectors
+import signal
 import subprocess
-import sys
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
 from tailbound.errors import TailboundError
-from tailbound.lab.orders import Answer, Role
+from tailbound.lab.orders import Answer
 
 END_TIMEOUT_S = 3.0
-"""How long a child may take to end by itself before it is killed."""
+"""How long children may take to end by themselves before they are killed."""
 STDERR_LINES = 20
+READ_BYTES = 1 << 20
 
 _decoder = msgspec.json.Decoder(Answer)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Child:
     """One process and what it said that is no line yet."""
 
@@ -32,13 +34,61 @@ class Child:
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
 
     def tell(self, order: msgspec.Struct) -> None:
-        """Send an order."""
+        """Send an order.
+
+        Raises:
+            TailboundError: the process is gone; says how it ended.
+        """
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(msgspec.json.encode(order) + b"\n")
             self.process.stdin.flush()
         except OSError as error:
-            raise TailboundError(f"{self.name} is gone: {error.strerror}") from error
+            raise TailboundError(self.describe_end()) from error
+
+    def describe_end(self) -> str:
+        """How the process ended: its name, signal or exit code, and its last words."""
+        try:
+            code = self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return f"{self.name} closed its standard output and still runs"
+        self._read_last_words()
+        last = next((line for line in reversed(self.stderr) if line.strip()), "")
+        if code >= 0:
+            return f"{self.name} ended with exit code {code}{': ' + last * bool(last)}"
+        how = f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name})"
+        if -code == signal.SIGKILL:
+            how += "; if nobody did that, memory ran out: see `dmesg`"
+        return how
+
+    def take(self, data: bytes) -> Iterator[Answer]:
+        """Yield the answers that these bytes complete.
+
+        Raises:
+            TailboundError: a line is no answer.
+        """
+        self.pending += data
+        *lines, rest = self.pending.split(b"\n")
+        self.pending = bytearray(rest)
+        for line in lines:
+            try:
+                yield _decoder.decode(line)
+            except msgspec.DecodeError as error:
+                start = line[:80].decode(errors="replace")
+                raise TailboundError(
+                    f"{self.name} said what is no answer ({error}): {start}"
+                ) from error
+
+    def take_error(self, data: bytes) -> None:
+        """Keep the last lines of its standard error."""
+        self.stderr.extend(data.decode(errors="replace").splitlines())
+
+    def _read_last_words(self) -> None:
+        stream = self.process.stderr
+        if stream is not None and not stream.closed:
+            with suppress(BlockingIOError):
+                while data := os.read(stream.fileno(), READ_BYTES):
+                    self.take_error(data)
 
 
 class Children:
@@ -48,14 +98,22 @@ class Children:
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
 
-    def start(self, name: str, role: Role, *, env: dict[str, str]) -> Child:
-        """Start a demo process."""
+    def start(
+        self, name: str, command: Sequence[str], *, env: Mapping[str, str]
+    ) -> Child:
+        """Start a process.
+
+        Args:
+            name: for messages.
+            command: program and arguments.
+            env: what its environment has beyond ours.
+        """
         process = subprocess.Popen(
-            [sys.executable, "-m", "tailbound.lab.demo_process", role],
+            list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **_import_path(), **env},
+            env={**os.environ, **env},
         )
         child = Child(name, process)
         self._children.append(child)
@@ -69,36 +127,31 @@ class Children:
         """Yield what the children said, as it comes; waits at most ``timeout_s``.
 
         Raises:
-            TailboundError: a child ended by itself; carries its last error line.
+            TailboundError: a child ended by itself, or said what is no answer.
         """
+        gone: list[Child] = []
         for key, _ in self._selector.select(timeout_s):
             child, is_error = key.data
-            data = os.read(key.fd, 1 << 20)
+            data = os.read(key.fd, READ_BYTES)
             if not data:
                 self._selector.unregister(key.fileobj)
                 if not is_error:
-                    self._raise_gone(child)
+                    gone.append(child)
             elif is_error:
-                child.stderr.extend(data.decode(errors="replace").splitlines())
+                child.take_error(data)
             else:
-                child.pending += data
-                *lines, rest = child.pending.split(b"\n")
-                child.pending = bytearray(rest)
-                for line in lines:
-                    yield child, _decoder.decode(line)
+                for answer in child.take(data):
+                    yield child, answer
+        if gone:
+            raise TailboundError((self.find_killed() or gone[0]).describe_end())
 
-    def _raise_gone(self, child: Child) -> None:
-        try:
-            code = child.process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        last = next((line for line in reversed(child.stderr) if line.strip()), "")
-        how = (
-            f"was killed by signal {-code}"
-            if code is not None and code < 0
-            else (f"ended with exit code {code}")
-        )
-        raise TailboundError(f"{child.name} {how}{': ' + last if last else ''}")
+    def find_killed(self) -> Child | None:
+        """A child that a signal ended: the cause, where others only felt it."""
+        for child in self._children:
+            code = child.process.poll()
+            if code is not None and code < 0:
+                return child
+        return None
 
     def __enter__(self) -> "Children":
         return self
@@ -111,12 +164,14 @@ class Children:
     ) -> None:
         for child in self._children:
             if child.process.stdin is not None:
-                child.process.stdin.close()
+                with suppress(OSError):  # an order that the child never read
+                    child.process.stdin.close()
             if error is not None:
                 child.process.terminate()
+        deadline_s = time.monotonic() + END_TIMEOUT_S
         for child in self._children:
             try:
-                child.process.wait(END_TIMEOUT_S)
+                child.process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
@@ -124,10 +179,3 @@ class Children:
                 if stream is not None:
                     stream.close()
         self._selector.close()
-
-
-def _import_path() -> dict[str, str]:
-    """Let children import this very package, installed or not."""
-    home = str(Path(__file__).parents[2])
-    known = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{home}{os.pathsep}{known}" if known else home}

@@ -7,35 +7,25 @@ settings.json and rounds.jsonl as it goes, then summary.json and report.html.
 
 import platform
 import sys
-import time
-from collections.abc import Callable
+import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from tailbound.config import LossBound, require
-from tailbound.errors import ConfigError, TailboundError
-from tailbound.lab.children import Child, Children
-from tailbound.lab.orders import (
-    Broken,
-    Conditions,
-    Done,
-    Ready,
-    ServerOrder,
-    WorkerOrder,
-)
-from tailbound.records import EpochReport, RecordWriter, RoundReport, StepReport
+from tailbound.config import LossBound, Transport, require
+from tailbound.errors import ConfigError, MissingExtraError, TailboundError
+from tailbound.lab.children import Children
+from tailbound.lab.crew import Crew, Progress
+from tailbound.lab.orders import Conditions, ServerOrder, WorkerOrder
+from tailbound.records import RecordWriter
 from tailbound.report.build import RECORDS, SETTINGS, build_report, read_run
 from tailbound.report.outcome import RunSettings, Summary
 
-T = TypeVar("T", Ready, Done)
-
-START_TIMEOUT_S = 60.0
-"""Importing torch in several processes at once on two cores can take this long."""
 WINDOW = 5
 """Norms averaged by the detector. On small batches a single step's norm changes by
 half in one of seven steps for no reason; a mean of five in one of two hundred."""
@@ -96,19 +86,9 @@ class DemoOptions:
         for name, value in (("--loss", self.loss), ("--burst", self.burst)):
             require(0.0 <= value < 1.0, f"{name} is a share in [0, 1), not {value}")
         require(self.seed >= 0, f"--seed is 0 or more, not {self.seed}")
-
-
-class Progress:
-    """Told what happens; the command line shows it. Does nothing by itself."""
-
-    def begin(self, run: str, steps: int) -> None:
-        """A run starts."""
-
-    def step(self, run: str, report: StepReport) -> None:
-        """Rank 0 finished a step."""
-
-    def epoch(self, run: str, report: EpochReport) -> None:
-        """Rank 0 finished an epoch."""
+        # Their own checks name the value; better now than in four processes.
+        LossBound(p_low=self.p_low, p_high=self.p_high)
+        Transport(mtu=self.mtu, timeout_s=self.timeout_s)
 
 
 def run_demo(
@@ -128,31 +108,121 @@ def run_demo(
         MissingExtraError: the demo's extra is not installed.
         TailboundError: a process of the demo failed; records so far are kept.
     """
+    _require_plots()
+    out = _choose_folder(options.out)
+    with ExitStack() as stack:
+        # They import torch while we do, and load the data.
+        crew = Crew(stack.enter_context(Children()), options.workers)
+        data = options.data
+        if options.task == "mnist1d" and data is None:
+            # Generating it takes seconds: once for all processes.
+            data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        size = SIZES[options.task][1 if options.quick else 0]
+        epochs = options.epochs or size.epochs
+        steps = epochs * _steps_per_epoch(options, data, size.batch_size)
+        conditions = Conditions(
+            rtt_ms=options.rtt_ms,
+            loss=options.loss,
+            burst=options.burst,
+            burst_rounds=_burst_rounds(steps),
+            mtu=options.mtu,
+            seed=options.seed,
+        )
+        # The fixed run detects too, and ignores it: both pages show the same regimes.
+        bounds = {
+            run: LossBound(p_low=options.p_low, p_high=p_high, window=WINDOW)
+            for run, p_high in (("fixed", options.p_low), ("adaptive", options.p_high))
+        }
+        settings = _settings(options, epochs, size, conditions, bounds["adaptive"])
+        write = stack.enter_context(_open_folder(out, settings))
+        try:
+            crew.wait_ready()
+            for run, bound in bounds.items():
+                crew.run(
+                    ServerOrder(
+                        run=run,
+                        world_size=options.workers,
+                        timeout_s=options.timeout_s,
+                        conditions=conditions,
+                    ),
+                    WorkerOrder(
+                        run=run,
+                        task=options.task,
+                        data=None if data is None else str(data),
+                        epochs=epochs,
+                        batch_size=size.batch_size,
+                        bound=bound,
+                        timeout_s=options.timeout_s,
+                        conditions=conditions,
+                    ),
+                    steps=steps,
+                    write=write,
+                    progress=progress or Progress(),
+                )
+        except TailboundError as error:
+            raise TailboundError(f"{error}; records so far: {write.path}") from error
+    build_report(out)
+    return read_run(out)[0], out
+
+
+def _require_plots() -> None:
+    """Say now, and not after the training, that the report cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError(
+            'the demo\'s report needs matplotlib; run: pip install "tailbound[demo]"'
+        )
+
+
+def _steps_per_epoch(options: DemoOptions, data: Path | None, batch_size: int) -> int:
     from tailbound.lab.tasks import load_task
 
-    task = load_task(options.task, data=options.data)
-    size = SIZES[options.task][1 if options.quick else 0]
-    epochs = options.epochs or size.epochs
-    per_epoch = task.steps_per_epoch(
-        world_size=options.workers, batch_size=size.batch_size
+    task = load_task(options.task, data=data)
+    most = task.num_train // batch_size
+    require(
+        options.workers <= most,
+        f"--workers is at most {most} for the samples of {options.task}, "
+        f"not {options.workers}",
     )
-    steps = epochs * per_epoch
-    conditions = Conditions(
-        rtt_ms=options.rtt_ms,
-        loss=options.loss,
-        burst=options.burst,
-        burst_rounds=tuple(max(1, round(share * steps)) for share in BURST_AT),
-        mtu=options.mtu,
-        seed=options.seed,
-    )
-    # The fixed run detects too, and ignores it: both pages show the same regimes.
-    bounds = {
-        run: LossBound(p_low=options.p_low, p_high=p_high, window=WINDOW)
-        for run, p_high in (("fixed", options.p_low), ("adaptive", options.p_high))
-    }
-    detector = bounds["adaptive"]
-    out = _make_folder(options.out)
-    settings = RunSettings(
+    return task.steps_per_epoch(world_size=options.workers, batch_size=batch_size)
+
+
+def _burst_rounds(steps: int) -> tuple[int, ...]:
+    return tuple(sorted({max(1, round(share * steps)) for share in BURST_AT}))
+
+
+def _choose_folder(out: Path | None) -> Path:
+    """The folder for the run; nothing is made yet."""
+    if out is None:
+        return Path("runs") / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    if (out / RECORDS).exists():
+        raise ConfigError(f"{out} already holds a run; name another folder with --out")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is no folder; name another one with --out")
+    return out
+
+
+def _open_folder(out: Path, settings: RunSettings) -> RecordWriter:
+    """Make the folder, note the settings, and open the file for the records."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        text = msgspec.json.format(msgspec.json.encode(settings))
+        (out / SETTINGS).write_bytes(text)
+        return RecordWriter(out / RECORDS)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write into {out} ({error.strerror}); name another folder with "
+            "--out"
+        ) from error
+
+
+def _settings(
+    options: DemoOptions,
+    epochs: int,
+    size: Size,
+    conditions: Conditions,
+    detector: LossBound,
+) -> RunSettings:
+    return RunSettings(
         task=options.task,
         workers=options.workers,
         epochs=epochs,
@@ -172,120 +242,6 @@ def run_demo(
         versions=_versions(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    (out / SETTINGS).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
-    with RecordWriter(out / RECORDS) as write, Children() as children:
-        crew = _Crew(children, options.workers, write, progress or Progress())
-        crew.wait_ready()
-        for run, bound in bounds.items():
-            crew.run(
-                ServerOrder(
-                    run=run,
-                    world_size=options.workers,
-                    timeout_s=options.timeout_s,
-                    conditions=conditions,
-                ),
-                lambda address, run=run, bound=bound: WorkerOrder(
-                    run=run,
-                    server=address,
-                    task=options.task,
-                    data=None if options.data is None else str(options.data),
-                    epochs=epochs,
-                    batch_size=size.batch_size,
-                    bound=bound,
-                    timeout_s=options.timeout_s,
-                    conditions=conditions,
-                ),
-                steps,
-            )
-    build_report(out)
-    return read_run(out)[0], out
-
-
-class _Crew:
-    """The demo's processes, and where their records go."""
-
-    def __init__(
-        self,
-        children: Children,
-        workers: int,
-        write: RecordWriter,
-        progress: Progress,
-    ) -> None:
-        self._children, self._write, self._progress = children, write, progress
-        self._server = children.start("the server", "server", env={})
-        self._workers = [
-            children.start(
-                f"rank {rank}",
-                "worker",
-                env={
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(workers),
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(workers)
-        ]
-
-    def wait_ready(self) -> None:
-        """Wait until every worker has imported what it needs."""
-        self._wait(self._workers, Ready, START_TIMEOUT_S)
-
-    def run(
-        self,
-        order: ServerOrder,
-        make_worker_order: Callable[[str], WorkerOrder],
-        steps: int,
-    ) -> None:
-        """Train one run to its end."""
-        self._server.tell(order)
-        ready = self._wait([self._server], Ready, START_TIMEOUT_S)[0]
-        self._progress.begin(order.run, steps)
-        for worker in self._workers:
-            worker.tell(make_worker_order(ready.address))
-        # Each wait of a process has its own deadline; this one only ends a demo whose
-        # processes all stand still.
-        self._wait([*self._workers, self._server], Done, 4 * order.timeout_s)
-
-    def _wait(self, children: list[Child], kind: type[T], silence_s: float) -> list[T]:
-        """Wait for an answer of this kind from each; records are written meanwhile."""
-        answers: dict[str, T] = {}
-        last_s = time.monotonic()
-        while len(answers) < len(children):
-            for child, answer in self._children.listen(1.0):
-                last_s = time.monotonic()
-                if isinstance(answer, kind):
-                    answers[child.name] = answer
-                elif isinstance(answer, Broken):
-                    raise TailboundError(f"{child.name}: {answer.message}")
-                elif isinstance(answer, RoundReport | StepReport | EpochReport):
-                    self._take(answer)
-            if time.monotonic() - last_s > silence_s:
-                silent = [c.name for c in children if c.name not in answers]
-                raise TailboundError(
-                    f"{', '.join(silent)} said nothing for {silence_s:.0f} s"
-                )
-        return [answers[child.name] for child in children]
-
-    def _take(self, record: RoundReport | StepReport | EpochReport) -> None:
-        self._write(record)
-        if record.rank == 0 and isinstance(record, StepReport):
-            self._progress.step(record.run, record)
-        elif record.rank == 0 and isinstance(record, EpochReport):
-            self._progress.epoch(record.run, record)
-
-
-def _make_folder(out: Path | None) -> Path:
-    if out is None:
-        out = Path("runs") / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if (out / RECORDS).exists():
-            raise ConfigError(
-                f"{out} already holds a run; name another folder with --out"
-            )
-    except OSError as error:
-        raise ConfigError(f"cannot make --out {out}: {error.strerror}") from error
-    return out
 
 
 def _versions() -> dict[str, str]:

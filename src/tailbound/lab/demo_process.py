@@ -5,10 +5,13 @@ standard output. The end of standard input is the end of the process.
 """
 
 import ctypes
+import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -29,10 +32,21 @@ from tailbound.transport.group import Server
 _PR_SET_PDEATHSIG = 1
 
 
-def say(answer: Answer) -> None:
+Say = Callable[[Answer], None]
+
+
+def take_stdout() -> Say:
+    """Keep standard output for answers; what else prints goes to standard error."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return lambda answer: write_answer(answers, answer)
+
+
+def write_answer(answers: BinaryIO, answer: Answer) -> None:
     """Write one line to the launcher, at once."""
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.buffer.flush()
+    answers.write(msgspec.json.encode(answer) + b"\n")
+    answers.flush()
 
 
 def die_with_parent() -> None:
@@ -40,7 +54,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def serve(order: ServerOrder) -> None:
+def serve(order: ServerOrder, say: Say) -> None:
     """Run the server of one run."""
     conditions = order.conditions
     server = Server(
@@ -50,12 +64,14 @@ def serve(order: ServerOrder) -> None:
             timeout_s=order.timeout_s,
             impairments=conditions.impairments(0),
         ),
+        # They load the data first.
+        join_timeout_s=2 * order.timeout_s,
     )
     say(Ready(server.address))
     server.run()
 
 
-def train(order: WorkerOrder) -> None:
+def train(order: WorkerOrder, say: Say) -> None:
     """Train one run: the loop that a user would write."""
     import tailbound
     from tailbound.lab.tasks import load_task
@@ -109,29 +125,43 @@ def train(order: WorkerOrder) -> None:
             )
 
 
-def main(role: Role) -> int:
-    """Follow orders until there are no more."""
-    die_with_parent()
+def prepare_training() -> None:
+    """Import now what the first step would import, so that Ready means ready."""
+    import torch
+
+    import tailbound.lab.tasks
+    import tailbound.training.job  # noqa: F401
+
+    # One thread a worker: several workers share this machine's cores.
+    torch.set_num_threads(1)
+    # torch imports its compiler, for seconds, when a process makes an optimizer.
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)
+
+
+def follow(orders: BinaryIO, role: Role, say: Say) -> int:
+    """Follow orders until there are no more; the exit code."""
     if role == "worker":
-        import torch
-
-        import tailbound.lab.tasks
-        import tailbound.training.job  # noqa: F401 - so that Ready means ready
-
-        # One thread a worker: several workers share this machine's cores.
-        torch.set_num_threads(1)
+        prepare_training()
         say(Ready())
-    for line in sys.stdin.buffer:
+    for line in orders:
         try:
             if role == "server":
-                serve(msgspec.json.decode(line, type=ServerOrder))
+                serve(msgspec.json.decode(line, type=ServerOrder), say)
             else:
-                train(msgspec.json.decode(line, type=WorkerOrder))
+                train(msgspec.json.decode(line, type=WorkerOrder), say)
         except (TailboundError, ValueError, OSError) as error:
-            say(Broken(str(error)))
+            say(Broken(" ".join(str(error).split())))
             return 1
         say(Done())
     return 0
+
+
+def main(role: Role) -> int:
+    """Be one process of the demo."""
+    die_with_parent()
+    # Ctrl-C reaches the whole terminal; ending the processes is the launcher's part.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return follow(sys.stdin.buffer, role, take_stdout())
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Train one run."""
 
     run: str
-    server: str
-    """Its address."""
+    server: str = ""
+    """Its address; known once it listens."""
     task: str
     data: str | None
     epochs: int

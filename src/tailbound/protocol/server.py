@@ -142,7 +142,7 @@ class ServerEndpoint(Endpoint):
         times = self._ping_timers()
         if self._mean_due_s is not None:
             times.append(self._mean_due_s)
-        if self._rounds is None:
+        if self._rounds is None and len(self._hellos) < self.world_size:
             times.append(self._join_deadline_s)
         if self._gathers.opened_s is not None:
             times.append(self._gathers.opened_s + self._timeout_s)
@@ -160,7 +160,7 @@ class ServerEndpoint(Endpoint):
             error = self._rounds.handle_timer(now) or self._late_gather(now)
             if error is not None:
                 self.fail(error)
-        elif now >= self._join_deadline_s:
+        elif now >= self._join_deadline_s and len(self._hellos) < self.world_size:
             self.fail(self._not_all_here())
         else:
             self._try_start(now)

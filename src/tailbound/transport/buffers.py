@@ -14,21 +14,24 @@ _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _log = logging.getLogger("tailbound")
 
 
-def grant_buffers(opened: socket.socket, wanted: int) -> tuple[int, int]:
+def grant_buffers(
+    opened: socket.socket, receive_bytes: int, send_bytes: int | None = None
+) -> tuple[int, int]:
     """Ask for queues of this size, past the limit where privileges allow it.
 
     Args:
         opened: any socket.
-        wanted: bytes of data each queue should hold.
+        receive_bytes: bytes of data that the receive queue should hold.
+        send_bytes: the same for the send queue; None: as much.
 
     Returns:
         What the kernel says it gave to receive and to send, in bytes. Linux doubles
         the number for its own bookkeeping, so half of it is data.
     """
     granted = []
-    for force, option in (
-        (_SO_RCVBUFFORCE, socket.SO_RCVBUF),
-        (_SO_SNDBUFFORCE, socket.SO_SNDBUF),
+    for force, option, wanted in (
+        (_SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_bytes),
+        (_SO_SNDBUFFORCE, socket.SO_SNDBUF, send_bytes or receive_bytes),
     ):
         try:
             opened.setsockopt(socket.SOL_SOCKET, force, wanted)

@@ -353,4 +353,4 @@ class Group:
 
     def _wait(self, kind: type[E], phase: str) -> E:
         # Longer than any deadline of the endpoint, whose errors name the culprit.
-        return self._events.wait(kind, 2 * self._transport.timeout_s + 10.0, phase)
+        return self._events.wait(kind, 3 * self._transport.timeout_s + 10.0, phase)

@@ -12,6 +12,9 @@ from tailbound.transport.udp import UdpSocket
 LARGEST_AUTO_MTU = 9000
 """``mtu="auto"`` takes no more: loopback's 64 KiB would cut a small model into so few
 chunks that a loss bound means little, and larger datagrams hardly save CPU."""
+SEND_QUEUE_BYTES = 1 << 19
+"""What the kernel may hold of a round that leaves. A stop cannot call it back, so on a
+slow link a larger queue would carry stale data for as long as it takes to empty."""
 CONNECT_PATIENCE_S = 5.0
 """A refused connection is tried again for so long: the server may still start."""
 CONNECT_RETRY_S = 0.05
@@ -26,7 +29,11 @@ def open_link(tcp: socket.socket, transport: Transport) -> tuple[UdpSocket, Link
     """
     local, *_ = tcp.getsockname()
     peer, peer_port, *scope = tcp.getpeername()
-    udp = UdpSocket(local, port_range=transport.port_range)
+    udp = UdpSocket(
+        local,
+        port_range=transport.port_range,
+        send_buffer_bytes=SEND_QUEUE_BYTES,
+    )
     if isinstance(transport.mtu, int):
         mtu = transport.mtu
     else:

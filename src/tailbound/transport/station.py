@@ -25,9 +25,18 @@ from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
 BUFFER_BYTES = 65536
 TCP_READ_BYTES = 1 << 18
 MAX_BATCHES_PER_TURN = 16
-"""Read or sent for one link before the others get their turn: 1 MiB."""
-JOINED_BYTES = 1 << 19
-"""How much an impaired path takes at once."""
+"""Sent on one link before the others get their turn: 1 MiB."""
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+)
+"""A machine that lost power says nothing: the kernel finds out within 45 s."""
+IMPAIRED_BYTES = 1 << 19
+"""How much an impaired path takes at once; a plain one 64 KiB, to stay in the cache."""
+TURN_BYTES = 1 << 20
+"""Read for one link before the others get their turn."""
 DEVICE_PAUSE_S = 0.001
 """A full device (ENOBUFS) has no event that says when it has room again."""
 
@@ -110,6 +119,9 @@ class Conduit:
         """Send what the endpoint has for this link; False if the socket is full."""
         number = self.number
         self.retry_s = None
+        if endpoint.has_failed:
+            # The word about the failure must not wait behind a full device.
+            self._pending = self._batch[:0]
         address = self.peer_address()
         for _ in range(MAX_BATCHES_PER_TURN):
             now = time.monotonic()
@@ -192,7 +204,7 @@ class Station:
         if impairments is not None and not impairments.is_none:
             self._rng = np.random.default_rng(impairments.seed)
         self._numbers = 0
-        joined = JOINED_BYTES if self._rng is not None else 0
+        joined = IMPAIRED_BYTES if self._rng is not None else BUFFER_BYTES
         self._buffer = memoryview(bytearray(joined + BUFFER_BYTES))
         if listener is not None:
             close_in_forked_children(listener)
@@ -201,6 +213,8 @@ class Station:
         """Take over a connection and its UDP socket."""
         tcp.setblocking(False)
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for level, option, value in KEEPALIVE:
+            tcp.setsockopt(level, option, value)
         path = None
         if self._rng is not None and self._impairments is not None:
             path = ImpairedPath(self._impairments, self._rng.spawn(1)[0])
@@ -237,34 +251,40 @@ class Station:
         """Read the datagram queue, up to a turn's share, into endpoint or path."""
         conduit.is_drained = False
         expected = conduit.peer_address()
-        buffer, used, size = self._buffer, 0, 0
-        for _ in range(MAX_BATCHES_PER_TURN):
+        buffer, used, size, taken = self._buffer, 0, 0, 0
+        while taken < TURN_BYTES:
             received = conduit.udp.receive_batch(buffer[used:] if used else buffer)
             if received is None:
                 conduit.is_drained = True
                 break
             num_bytes, segment_bytes, address = received
+            taken += num_bytes
             if expected is not None and address != expected:
                 num = -(-num_bytes // segment_bytes)
                 self.endpoint.count_foreign(conduit.number, num)
-            elif conduit.path is None:
-                # While it is hot in the cache.
-                self.endpoint.receive_datagrams(
-                    conduit.number, buffer, num_bytes, segment_bytes, now
-                )
-            else:
-                # Neighbours of one size are joined: a path's work is per call.
-                if used and segment_bytes != size:
-                    conduit.path.push_datagrams(Batch(buffer, used, size), now)
-                    buffer[:num_bytes] = buffer[used : used + num_bytes]
-                    used = 0
-                size = segment_bytes
-                used += num_bytes
-                if num_bytes % size or used > JOINED_BYTES:
-                    conduit.path.push_datagrams(Batch(buffer, used, size), now)
-                    used = 0
-        if used and conduit.path is not None:
-            conduit.path.push_datagrams(Batch(buffer, used, size), now)
+                continue
+            # Neighbours of one size are joined: checking and adding cost per call,
+            # and where the kernel joins nothing a call brings one datagram.
+            if used and segment_bytes != size:
+                self._take(conduit, used, size, now)
+                buffer[:num_bytes] = buffer[used : used + num_bytes]
+                used = 0
+            size = segment_bytes
+            used += num_bytes
+            if num_bytes % size or len(buffer) - used < BUFFER_BYTES:
+                self._take(conduit, used, size, now)
+                used = 0
+        if used:
+            self._take(conduit, used, size, now)
+
+    def _take(self, conduit: Conduit, num_bytes: int, size: int, now: float) -> None:
+        """Give what stands in the buffer to the endpoint, or to the bad network."""
+        if conduit.path is not None:
+            conduit.path.push_datagrams(Batch(self._buffer, num_bytes, size), now)
+        else:
+            self.endpoint.receive_datagrams(
+                conduit.number, self._buffer, num_bytes, size, now
+            )
 
     def hand_on(self, now: float) -> None:
         """Give the endpoint what is due: datagrams, then control, then deadlines."""

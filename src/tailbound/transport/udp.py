@@ -111,6 +111,7 @@ class UdpSocket:
         port: local port; 0 lets the kernel choose.
         port_range: first and last port to try instead, in order.
         buffer_bytes: asked of the kernel for each of the two queues.
+        send_buffer_bytes: asked for the send queue instead.
         batching: False turns kernel batches off, True on untested, None tests.
         sendmsg: called instead of ``socket.socket.sendmsg``, the socket first.
         recvmsg_into: the same for ``socket.socket.recvmsg_into``.
@@ -145,6 +146,7 @@ class UdpSocket:
         port: int = 0,
         port_range: tuple[int, int] | None = None,
         buffer_bytes: int = 8 << 20,
+        send_buffer_bytes: int | None = None,
         batching: bool | None = None,
         sendmsg: Callable[..., int] | None = None,
         recvmsg_into: Callable[..., tuple[int, list[Any], int, Any]] | None = None,
@@ -161,10 +163,12 @@ class UdpSocket:
         self.blocked_by_device = False
         self.requested_bytes = buffer_bytes
         self.granted_receive_bytes, self.granted_send_bytes = grant_buffers(
-            self._socket, buffer_bytes
+            self._socket, buffer_bytes, send_buffer_bytes
         )
         warn_if_small("rmem", self.granted_receive_bytes, buffer_bytes)
-        warn_if_small("wmem", self.granted_send_bytes, buffer_bytes)
+        warn_if_small(
+            "wmem", self.granted_send_bytes, send_buffer_bytes or buffer_bytes
+        )
         if batching is None:
             self.gso, self.gro, _ = probe_batching(self.address[0])
         else:
