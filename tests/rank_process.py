@@ -32,6 +32,8 @@ class Plan:
     world_size: int
     address: str = ""
     """Of the server; empty: host it here and say where."""
+    port: int = 0
+    """Of the server that is hosted here; 0: any."""
     rounds: int = 5
     num: int = 100_000
     timeout_s: float = 20.0
@@ -86,7 +88,7 @@ def main(plan: Plan) -> int:
     transport = Transport(mtu=1500, timeout_s=plan.timeout_s)
     server = None
     if not plan.address:
-        server = Server(plan.world_size, transport=transport)
+        server = Server(plan.world_size, port=plan.port, transport=transport)
         plan.address = server.address
         say("server", plan.address)
     group = None

@@ -52,18 +52,20 @@ def run(arguments: list[str]) -> int:
     try:
         code = app(arguments, prog_name="tailbound", standalone_mode=False)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        # Typer makes this code, or Abort in older releases, of KeyboardInterrupt.
+        return _say("interrupted", code) if code == INTERRUPTED else code or 0
+    except typer.Abort:
+        return _say("interrupted", INTERRUPTED)
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else "tailbound"
-        return _say(f"{error.format_message()} See `{command} --help`.", 2)
+        message = error.format_message().rstrip(".")
+        return _say(f"{message}; see `{command} --help`", 2)
     except BrokenPipeError:
         # Who read our output has gone; Python's last flush must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TailboundError, ConfigError, ShapeError, OSError) as error:
         return _say(str(error), 1)
-    except _Interrupted:
-        return _say("interrupted", INTERRUPTED)
     except _Terminated:
         return _say("terminated", TERMINATED)
 
@@ -76,6 +78,23 @@ def _say(message: str, code: int) -> int:
 def _terminate(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # once is enough
     raise _Terminated
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = (
+        False
+    ),
+) -> None:
+    if version:
+        from tailbound import __version__
+
+        print(f"tailbound {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help(), file=sys.stderr)
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -163,11 +182,13 @@ def serve(
     """
     import msgspec
 
-    from tailbound.config import Transport, parse_address
+    from tailbound.config import Transport, format_address, parse_address
     from tailbound.transport.group import Server
 
-    host, port = parse_address(bind if _has_port(bind) else f"{bind}:29400")
-    transport = Transport(mtu=mtu or "auto", timeout_s=timeout_s)
+    host, port = parse_address(
+        bind if _has_port(bind) else format_address(bind.strip("[]"), 29400)
+    )
+    transport = Transport(mtu="auto" if mtu is None else mtu, timeout_s=timeout_s)
     server = Server(
         workers,
         host=host,
@@ -211,6 +232,49 @@ def report(
     console.print(f"report: {page}", soft_wrap=True)
 
 
+@app.command()
+def doctor(
+    host: Annotated[
+        str | None,
+        typer.Argument(
+            help="Check the way to this host too, where `tailbound doctor --listen` "
+            "runs; with --listen, the local address to listen at."
+        ),
+    ] = None,
+    listen: Annotated[
+        bool, typer.Option("--listen", help="Be the far end, until Ctrl-C.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(help="The listener's TCP port; default 29499.")
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(help="Longest wait for one answer of the host.")
+    ] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Say what this machine, and the way to another one, can carry.
+
+    Each line is ok, slow (it works and costs time) or broken (training would fail),
+    with what to do. Exit code 1 if anything is broken.
+    """
+    from tailbound.lab import doctor
+
+    port = doctor.DEFAULT_PORT if port is None else port
+    if listen:
+        if as_json:
+            raise ConfigError("--json goes with the checks, not with --listen")
+        doctor.listen(host or "0.0.0.0", port)
+        return
+    checks = doctor.diagnose(host, port, timeout_s)
+    if as_json:
+        print(doctor.to_json(checks))
+    else:
+        from rich.console import Console
+
+        Console().print(doctor.render(checks))
+    raise typer.Exit(doctor.exit_code(checks))
+
+
 def _has_port(text: str) -> bool:
     return text.rpartition(":")[2].isdecimal() and (text.count(":") == 1 or "]" in text)
 
@@ -228,7 +292,7 @@ def _shown_progress() -> "Iterator[Progress]":
     )
     from rich.progress import Progress as Bars
 
-    from tailbound.lab.demo import Progress
+    from tailbound.lab.crew import Progress
     from tailbound.records import EpochReport, StepReport
 
     bars = Bars(

@@ -27,6 +27,7 @@ from tailbound.config import LossBound, Transport
 from tailbound.errors import (
     PeerLostError,
     PeerProtocolError,
+    RemoteError,
     RoundTimeoutError,
     ShapeError,
     TailboundError,
@@ -212,7 +213,8 @@ def test_S16_blocked_udp_is_found_before_training(deaf_one: str) -> None:
         assert "UDP to " in str(error)
         assert "port " in str(error)
         assert "firewall" in str(error)
-    assert isinstance(job.server_error, UnreachableError)
+    # Whoever notices first tells the others.
+    assert isinstance(job.server_error, UnreachableError | RemoteError)
     assert "rank " in str(job.server_error)
 
 
@@ -310,7 +312,8 @@ def udp_ports() -> set[int]:
 
 def free_range(num: int) -> tuple[int, int]:
     """Ports in a row that are free now, for TCP and UDP."""
-    for first in range(21_000, 30_000, num):
+    start = 21_000 + os.getpid() * 40 % 8_000  # two runs at once seldom meet
+    for first in range(start, 30_000, num):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + num):
                 for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
@@ -433,7 +436,8 @@ def ranks() -> Iterator[Callable[..., list[Rank]]]:
 def test_S18_survivors_of_a_dead_rank_fail_together_and_name_it(
     ranks: Callable[..., list[Rank]], act: str
 ) -> None:
-    survivor = {"timeout_s": 3.0, "num": 1_000_000}
+    # Longer than what is asserted: nobody waits for a timeout here.
+    survivor = {"timeout_s": 20.0, "num": 1_000_000}
     first, second, dying = ranks(survivor, survivor, {**survivor, "act": act})
 
     assert dying.process.wait(30.0) == 1
@@ -475,7 +479,8 @@ def test_A06_an_error_in_the_loop_of_one_rank_ends_all_and_hides_nothing(
     ranks: Callable[..., list[Rank]],
 ) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    host, other = ranks({"act": "raise"}, {})
+    port, _ = free_range(1)
+    host, other = ranks({"act": "raise", "port": port}, {})
 
     host_code, _ = host.end(35.0)
     other_code, said = other.end(5.0)
@@ -490,11 +495,7 @@ def test_A06_an_error_in_the_loop_of_one_rank_ends_all_and_hides_nothing(
     )
     assert said.endswith("threads")
     assert set(os.listdir("/dev/shm")) <= shared_memory
-    for rank in (host, other):
-        address = rank.lines[0] if rank is host else ""
-        if address:
-            port = int(address.rpartition(":")[2])
-            socket.create_server(("127.0.0.1", port)).close()
+    Server(2, port=port).close()
 
 
 def reduce_for_ever(group: Group) -> None:
@@ -507,7 +508,8 @@ def reduce_for_ever(group: Group) -> None:
 @pytest.mark.slow
 def test_A08_a_forked_child_keeps_no_socket_of_ours() -> None:
     """The rank dies, its child lives on: the peer sees it, the port is free."""
-    host = Rank(rank=0, world_size=2, rounds=1_000_000, act="fork")
+    port, _ = free_range(1)
+    host = Rank(rank=0, world_size=2, port=port, rounds=1_000_000, act="fork")
     child = 0
     try:
         address = host.wait_for("server")
@@ -528,8 +530,8 @@ def test_A08_a_forked_child_keeps_no_socket_of_ours() -> None:
                 reduce_for_ever(group)
             assert time.monotonic() - killed_s < 2.0
             os.kill(child, 0)  # still there
-            port = int(address.rpartition(":")[2])
-            socket.create_server(("127.0.0.1", port)).close()
+            host.process.wait()
+            Server(2, port=port).close()
     finally:
         if child:
             os.kill(child, signal.SIGKILL)

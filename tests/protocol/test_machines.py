@@ -286,6 +286,6 @@ class ReceiverMachine(RuleBasedStateMachine):
 
 
 TestSender = SenderMachine.TestCase
-TestSender.settings = settings(max_examples=40, stateful_step_count=30)
+TestSender.settings = settings(max_examples=30, stateful_step_count=30)
 TestReceiver = ReceiverMachine.TestCase
-TestReceiver.settings = settings(max_examples=60, stateful_step_count=30)
+TestReceiver.settings = settings(max_examples=40, stateful_step_count=30)

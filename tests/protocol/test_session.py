@@ -402,6 +402,26 @@ def test_a_larger_size_that_comes_in_that_time_is_taken() -> None:
     assert check.settled_bytes(10.46) == 1232
 
 
+def test_a_size_that_cannot_even_leave_here_is_not_waited_for() -> None:
+    check = make_check()
+
+    check.exclude(1472)
+    check.receive_ping(1232)
+    check.receive_seen_untrusted(1232)
+
+    assert [len(ping) for ping in check.due_pings(10.0)] == [1232, 548]
+    assert check.settled_bytes(10.0) == 1232
+
+
+def test_without_any_size_that_can_leave_nothing_settles() -> None:
+    check = make_check()
+
+    check.exclude(548)
+
+    assert check.due_pings(10.0) == []
+    assert check.settled_bytes(10.0) is None
+
+
 def test_only_a_larger_ping_is_worth_telling() -> None:
     check = make_check()
 

@@ -18,6 +18,7 @@ from tailbound.errors import (
     JobClosedError,
     PeerLostError,
     RemoteError,
+    RoundTimeoutError,
     ShapeError,
     TailboundError,
     UnreachableError,
@@ -292,6 +293,40 @@ def test_a_closed_group_says_so() -> None:
             group.all_gather(b"")
         group.close()
         group.abort("too late")
+
+
+class Slow:
+    """No array: whoever looks at it waits, and then learns that it is none."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        time.sleep(0.8)
+        raise ValueError("no array at all")
+
+
+def test_a_call_that_takes_its_time_is_waited_for() -> None:
+    values: Any = Slow()
+
+    with alone() as group, pytest.raises(ValueError, match="no array at all"):
+        group.all_reduce(values, 1.0)
+
+
+def test_a_transport_that_stands_still_is_not_waited_for_for_ever() -> None:
+    values: Any = Slow()
+
+    with (
+        alone(transport=Transport(mtu=1500, timeout_s=0.4)) as group,
+        pytest.raises(RoundTimeoutError, match="the transport did not finish a call"),
+    ):
+        group.all_reduce(values, 1.0)
+
+
+def test_a_server_whose_workers_do_not_leave_is_waited_for_with_a_limit() -> None:
+    server = Server(2)
+
+    with pytest.raises(RoundTimeoutError, match="the other ranks' goodbye"):
+        server.wait_ended(0.01)
+    server.close()
 
 
 def test_a_server_needs_a_worker() -> None:

@@ -1,15 +1,18 @@
 """Opening a link: the UDP socket beside a TCP connection, and how joining fails."""
 
+import errno
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from jobs import leaves_nothing
 from tailbound.config import Transport
 from tailbound.errors import ConfigError, UnreachableError
+from tailbound.transport import links
 from tailbound.transport.links import connect_server, join_server, open_link
 
 pytestmark = pytest.mark.sockets
@@ -129,6 +132,20 @@ def test_a_server_that_does_not_answer_is_given_up_after_the_timeout() -> None:
             connect_server(address_of(full), Transport(timeout_s=0.3))
         for opened in waiting:
             opened.close()
+
+
+def test_a_server_that_hangs_up_while_we_join_leaves_nothing_open(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reset between connecting and asking for the peer's address."""
+
+    def gone(tcp: socket.socket, transport: Transport) -> Any:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(links, "open_link", gone)
+
+    with pytest.raises(UnreachableError, match="closed at once"):
+        join_server(address_of(listener), Transport())
 
 
 def test_an_address_that_is_none_is_a_setting_to_fix() -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -476,6 +478,28 @@ def test_without_a_port_for_a_worker_the_job_ends_with_a_clear_word() -> None:
         assert str(station.endpoint.error) == (
             "no room for a worker: UDP ports 5000 to 5003 are all in use on 127.0.0.1"
         )
+
+
+def test_without_a_free_file_descriptor_the_rest_waits_its_turn() -> None:
+    with server_station(lambda tcp: open_link(tcp, Transport(mtu=1500))) as (
+        station,
+        address,
+    ):
+        with socket.create_connection(address):
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            copies = [os.dup(0)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (copies[0] + 8, hard))
+            try:
+                with contextlib.suppress(OSError):
+                    while True:
+                        copies.append(os.dup(0))
+                assert station.accept_all() == []
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for copy in copies:
+                    os.close(copy)
+            accept_until(station, lambda: station.conduits)
+        assert list(station.conduits) == [0]
 
 
 def test_a_station_without_a_listener_accepts_nobody() -> None:

@@ -18,6 +18,7 @@ from tailbound.lab.orders import Answer
 
 END_TIMEOUT_S = 3.0
 """How long children may take to end by themselves before they are killed."""
+KILLED_PATIENCE_S = 1.0
 STDERR_LINES = 20
 READ_BYTES = 1 << 20
 
@@ -55,7 +56,7 @@ class Child:
         self._read_last_words()
         last = next((line for line in reversed(self.stderr) if line.strip()), "")
         if code >= 0:
-            return f"{self.name} ended with exit code {code}{': ' + last * bool(last)}"
+            return f"{self.name} ended with exit code {code}{last and ': ' + last}"
         how = f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name})"
         if -code == signal.SIGKILL:
             how += "; if nobody did that, memory ran out: see `dmesg`"
@@ -143,15 +144,23 @@ class Children:
                 for answer in child.take(data):
                     yield child, answer
         if gone:
-            raise TailboundError((self.find_killed() or gone[0]).describe_end())
+            raise TailboundError((self.find_killed(0.0) or gone[0]).describe_end())
 
-    def find_killed(self) -> Child | None:
-        """A child that a signal ended: the cause, where others only felt it."""
-        for child in self._children:
-            code = child.process.poll()
-            if code is not None and code < 0:
-                return child
-        return None
+    def find_killed(self, patience_s: float = KILLED_PATIENCE_S) -> Child | None:
+        """A child that a signal ended: the cause, where others only felt it.
+
+        Its connections close before the kernel says that it is gone, so a peer's
+        complaint may be here first; hence the patience.
+        """
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            for child in self._children:
+                code = child.process.poll()
+                if code is not None and code < 0:
+                    return child
+            if time.monotonic() > deadline_s:
+                return None
+            time.sleep(0.01)
 
     def __enter__(self) -> "Children":
         return self

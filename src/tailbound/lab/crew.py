@@ -58,6 +58,8 @@ class Crew:
         command: Callable[[Role], list[str]] = process_command,
     ) -> None:
         self._children = children
+        self._early: list[tuple[Child, Ready | Done]] = []
+        """Answers that came with one that was waited for, ahead of their time."""
         path = _import_path()
         self._server = children.start("the server", command("server"), env=path)
         self._workers = [
@@ -125,18 +127,21 @@ class Crew:
         take: Callable[[RoundReport | StepReport | EpochReport], None],
     ) -> list[T]:
         """Wait for an answer of this kind from each; records are taken meanwhile."""
-        answers: dict[Child, T] = {}
+        early, self._early = self._early, []
+        answers = {child: answer for child, answer in early if isinstance(answer, kind)}
         last_s = time.monotonic()
         while len(answers) < len(children):
             for child, answer in self._children.listen(min(LISTEN_S, silence_s)):
                 last_s = time.monotonic()
                 if isinstance(answer, kind):
                     answers[child] = answer
+                elif isinstance(answer, Ready | Done):
+                    self._early.append((child, answer))
                 elif isinstance(answer, Broken):
                     killed = self._children.find_killed()
                     message = f"{child.name}: {answer.message}"
                     raise TailboundError(killed.describe_end() if killed else message)
-                elif isinstance(answer, RoundReport | StepReport | EpochReport):
+                else:
                     take(answer)
             if time.monotonic() - last_s > silence_s:
                 due = ", ".join(c.name for c in children if c not in answers)

@@ -29,6 +29,7 @@ from tailbound.report.outcome import RunSettings, Summary
 WINDOW = 5
 """Norms averaged by the detector. On small batches a single step's norm changes by
 half in one of seven steps for no reason; a mean of five in one of two hundred."""
+MAX_WORKERS = 32
 BURST_AT = (0.35, 0.75)
 """Where the two bursts strike, as shares of all steps: after the critical start."""
 
@@ -74,7 +75,11 @@ class DemoOptions:
             self.task in SIZES,
             f"--task is one of {', '.join(SIZES)}, not {self.task!r}",
         )
-        require(self.workers >= 2, f"--workers is 2 or more, not {self.workers}")
+        # Each is a process of 300 MB that wants a core.
+        require(
+            2 <= self.workers <= MAX_WORKERS,
+            f"--workers is 2 to {MAX_WORKERS}, not {self.workers}",
+        )
         require(
             self.epochs is None or self.epochs >= 1,
             f"--epochs is 1 or more, not {self.epochs}",

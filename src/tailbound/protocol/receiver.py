@@ -97,6 +97,7 @@ class SumSink(_RowSink):
             return
         add_into(self._rows_CE[first : first + len(rows_KE)], rows_KE, self._format)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def put(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
         """See Sink."""
         picked_KE = self._rows_CE[chunks_K]

@@ -57,8 +57,10 @@ TRANSITIONS: dict[tuple[SenderState, str], SenderState] = {
 PATIENT_SENDS = 8
 """Repairs without any new chunk before the sender slows down. At 70 % loss a single
 chunk stays away this often in 6 % of rounds, so an ordinary burst is not slowed."""
-SLOWEST_REPAIR_S = 0.05
 FIRST_PAUSE_S = 0.001
+"""Doubles with each repair after those that brings nothing."""
+SLOWEST_REPAIR_S = 0.05
+"""The pause grows no longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ TRANSITIONS: dict[tuple[LinkState, str], LinkState] = {
 """Every legal (state, input) and the state after it; anything else is an error."""
 
 PING_INTERVAL_S = 0.02
+"""Between two series of pings, while a link is checked."""
 PING_GRACE_S = 0.2
 """How long the largest size may take once a smaller one came through both ways."""
 CHECK_TIMEOUT_S = 5.0

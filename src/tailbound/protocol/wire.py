@@ -50,6 +50,7 @@ COUNTER_PERIOD: Final = 2**32
 MAX_FRAME_BYTES: Final = 8 << 20
 """A longer control message is malformed; bounds what a peer can make us hold."""
 GATHER_PIECE_BYTES: Final = 1 << 20
+"""A longer contribution to an all-gather comes in pieces of this size."""
 IP_UDP_BYTES: Final = {4: 28, 6: 48}
 """IP and UDP header bytes, by IP version."""
 MAX_UDP_BYTES: Final = {4: 65507, 6: 65487}
@@ -103,7 +104,9 @@ class BucketSpec(msgspec.Struct, frozen=True, array_like=True):
     """What both sides must know of a bucket (spec N1)."""
 
     dtype: str
+    """``float32``, ``float64``, ``float16`` or ``bfloat16``."""
     names: tuple[str, ...]
+    """Of its tensors, in the order in which they lie in the bucket."""
     shapes: tuple[tuple[int, ...], ...]
 
     @property
@@ -124,19 +127,27 @@ class Hello(_Message, frozen=True):
     version: int
     rank: int
     world_size: int
+    """Workers of the job, the server not counted."""
     byte_order: str
+    """``little`` or ``big``."""
     buckets: tuple[BucketSpec, ...]
+    """In the order in which they take turns."""
     bound: LossBound
     mtu: int
+    """Bytes of an IP packet on my route to the server, 576 to 65536."""
     udp_port: int
+    """Where I receive."""
     window_bytes: int
+    """What my queue of datagrams holds."""
 
 
 class Welcome(_Message, frozen=True):
     """Server to worker, when all are here: your UDP port; now check UDP."""
 
     session: int
+    """64 bits that every datagram of the job carries."""
     udp_port: int
+    """Where the server receives from this worker."""
     ping_bytes: tuple[int, ...]
     """UDP payload sizes to try, the largest first."""
 
@@ -160,7 +171,9 @@ class Start(_Message, frozen=True):
     """Server to worker: all links work; these are the agreed sizes."""
 
     payload_bytes: int
+    """Data of a full datagram: the largest ping of all links, less the header."""
     window_bytes: int
+    """The smallest queue of all ranks."""
 
 
 class Begin(_Message, frozen=True):
@@ -171,8 +184,9 @@ class Begin(_Message, frozen=True):
     weight: float
     """0: I have nothing, no datagram follows. Else 1e-30 to 1e30."""
     learning_rate: float | None
+    """For the detector's rule; None if it is not known."""
     loss_scale: float
-    """1e-30 to 1e30."""
+    """Factor that the gradient carries, 1e-30 to 1e30."""
 
     @property
     def is_in_range(self) -> bool:
@@ -190,10 +204,15 @@ class Mean(_Message, frozen=True):
     total_weight: float
     """0: nobody had anything, no datagram follows."""
     p: float
+    """Loss bound of the bucket's next round, a share in [0, 1)."""
     critical: bool
+    """Regime of that round."""
     norm: float
+    """L2 norm of this mean as the detector saw it; NaN if it was not finite."""
     ratio: float | None
+    """Relative change that was compared with eta; None: no check."""
     verdict: str
+    """What the detector decided, for people."""
 
     @property
     def is_in_range(self) -> bool:
@@ -244,8 +263,11 @@ class GatherPart(_Message, frozen=True):
     """A piece of a rank's contribution to an all-gather, relayed by the server."""
 
     rank: int
+    """Whose contribution."""
     total_bytes: int
+    """Of the whole contribution."""
     offset: int
+    """Bytes of it that came before."""
     data: bytes
 
 
@@ -257,6 +279,7 @@ class Fail(_Message, frozen=True):
     peers: tuple[str, ...]
     """The lost ranks, if any is lost."""
     phase: str
+    """What was going on, such as ``the mean of round 3, bucket 0``."""
     message: str
 
 

@@ -320,8 +320,6 @@ class FakeNet:
         return moved
 
     def _carry(self, source: Endpoint, link: int, target: Station, number: int) -> bool:
-        if link not in source.links:
-            return False
         path = target.paths[number]
         moved = False
         while True:

@@ -1,0 +1,290 @@
+"""The demo: its options, its folder, a whole run, and a run that loses a process."""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lab.launched import children_of, is_running, kill
+from tailbound.errors import ConfigError, MissingExtraError, TailboundError
+from tailbound.lab import datasets
+from tailbound.lab.crew import Progress
+from tailbound.lab.demo import SIZES, DemoOptions, run_demo
+from tailbound.lab.tasks import TASKS
+from tailbound.records import EpochReport, RoundReport, StepReport, read_lines
+from tailbound.report.outcome import RunSettings, Summary
+
+
+@dataclass
+class Told(Progress):
+    """Keeps what it was told; kills a process at a step, if so asked."""
+
+    kills: str = ""
+    begun: list[tuple[str, int]] = field(default_factory=list)
+    steps: dict[str, int] = field(default_factory=dict)
+    epochs: list[tuple[str, int]] = field(default_factory=list)
+    processes: dict[int, str] = field(default_factory=dict)
+    killed_s: float = 0.0
+
+    def begin(self, run: str, steps: int) -> None:
+        self.begun.append((run, steps))
+        self.processes |= children_of(os.getpid())
+
+    def step(self, run: str, report: StepReport) -> None:
+        self.steps[run] = report.step
+        if self.kills and report.step == 3:
+            self.killed_s = time.monotonic()
+            kill(self.kills, signal.SIGKILL)
+
+    def epoch(self, run: str, report: EpochReport) -> None:
+        self.epochs.append((run, report.epoch))
+
+
+# -- options ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"task": "digit"}, "--task is one of digits, mnist1d, text, cifar10, not"),
+        ({"workers": 1}, "--workers is 2 to 32, not 1"),
+        ({"workers": 33}, "--workers is 2 to 32, not 33"),
+        ({"epochs": 0}, "--epochs is 1 or more, not 0"),
+        ({"rtt_ms": -1.0}, "--rtt-ms is 0 to 1000 milliseconds, not -1"),
+        ({"rtt_ms": float("nan")}, "--rtt-ms is 0 to 1000 milliseconds, not nan"),
+        ({"loss": 1.0}, r"--loss is a share in \[0, 1\), not 1.0"),
+        ({"burst": -0.1}, r"--burst is a share in \[0, 1\), not -0.1"),
+        ({"p_low": 1.5}, r"p_low is a share in \[0, 1\), not 1.5"),
+        ({"p_low": 0.5}, r"p_high is a share in \[p_low=0.5, 1\), not 0.408"),
+        ({"mtu": 100}, "mtu is 'auto' or 576 to 65535 bytes, not 100"),
+        ({"seed": -1}, "--seed is 0 or more, not -1"),
+        ({"timeout_s": 0.0}, "timeout_s is a positive number of seconds, not 0.0"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(
+    option: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DemoOptions(**option)
+
+
+def test_every_task_has_its_sizes() -> None:
+    assert tuple(SIZES) == TASKS
+    assert all(full.epochs >= quick.epochs for full, quick in SIZES.values())
+
+
+# -- before the first process ----------------------------------------------------------
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "rounds.jsonl").write_text("kept")
+
+    with pytest.raises(ConfigError, match="already holds a run; name another folder"):
+        run_demo(DemoOptions(out=tmp_path))
+
+    assert (tmp_path / "rounds.jsonl").read_text() == "kept"
+    assert sorted(os.listdir(tmp_path)) == ["rounds.jsonl"]
+
+
+def test_a_file_is_no_folder_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+
+    with pytest.raises(ConfigError, match="out is no folder; name another one"):
+        run_demo(DemoOptions(out=tmp_path / "out"))
+
+
+def test_without_matplotlib_nothing_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    with pytest.raises(
+        MissingExtraError, match=r'run: pip install "tailbound\[demo\]"'
+    ):
+        run_demo(DemoOptions(out=tmp_path / "out"))
+
+    assert not (tmp_path / "out").exists()
+
+
+# -- before the training ------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_without_scikit_learn_nothing_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets.digits.cache_clear()
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+
+    with pytest.raises(MissingExtraError, match="'digits' needs scikit-learn; run:"):
+        run_demo(DemoOptions(out=tmp_path / "out"))
+
+    assert not (tmp_path / "out").exists()
+    assert children_of(os.getpid()) == {}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("missing.txt", r"cannot read .*missing.txt \(No such file or directory\)"),
+        (".", r"\(Is a directory\); expected a text file"),
+        ("short.txt", "short.txt has 10 bytes; the text task needs"),
+        ("small.txt", "--workers is at most 1 for the samples of text, not 3"),
+    ],
+)
+def test_data_that_cannot_be_used_is_named(
+    tmp_path: Path, data: str, message: str
+) -> None:
+    (tmp_path / "short.txt").write_bytes(b"0123456789")
+    (tmp_path / "small.txt").write_bytes(bytes(range(97, 122)) * 40)
+
+    with pytest.raises(ConfigError, match=message):
+        run_demo(DemoOptions(task="text", data=tmp_path / data, out=tmp_path / "out"))
+
+    assert not (tmp_path / "out").exists()
+    assert children_of(os.getpid()) == {}
+
+
+@pytest.mark.processes
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """Not even root makes one under /proc."""
+    with pytest.raises(ConfigError, match=r"cannot write into /proc/run .* --out"):
+        run_demo(DemoOptions(task="text", out=Path("/proc/run")))
+
+    assert children_of(os.getpid()) == {}
+
+
+# -- whole runs -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    summary: Summary
+    folder: Path
+    told: Told
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Two workers, one epoch of 22 steps, no added delay."""
+    told = Told()
+    options = DemoOptions(
+        quick=True,
+        workers=2,
+        epochs=1,
+        rtt_ms=0.0,
+        out=tmp_path_factory.mktemp("runs") / "a" / "b",
+    )
+    return Outcome(*run_demo(options, told), told)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.sockets
+class TestAWholeRun:
+    def test_it_leaves_four_files(self, outcome: Outcome) -> None:
+        assert sorted(os.listdir(outcome.folder)) == [
+            "report.html",
+            "rounds.jsonl",
+            "settings.json",
+            "summary.json",
+        ]
+
+    def test_it_says_how_it_was_made(self, outcome: Outcome) -> None:
+        text = (outcome.folder / "settings.json").read_bytes()
+        settings = msgspec.json.decode(text, type=RunSettings)
+
+        assert (settings.task, settings.workers, settings.epochs) == ("digits", 2, 1)
+        assert settings.burst_rounds == [8, 16]  # at 35 % and 75 % of 22 steps
+        assert (settings.p_low, settings.p_high) == (0.008, 0.408)
+        assert settings.versions["torch"]
+
+    def test_both_runs_train_all_steps_on_every_rank(self, outcome: Outcome) -> None:
+        records = list(read_lines(outcome.folder / "rounds.jsonl"))
+
+        for run in ("fixed", "adaptive"):
+            for rank in (0, 1):
+                own = [one for one in records if (one.run, one.rank) == (run, rank)]
+                steps = [one.step for one in own if isinstance(one, StepReport)]
+                ways = [one.direction for one in own if isinstance(one, RoundReport)]
+                assert steps == list(range(1, 23))
+                assert ways == 22 * ["in", "back"]
+                assert len([one for one in own if isinstance(one, EpochReport)]) == 1
+
+    def test_the_way_back_is_exact_and_the_way_in_within_its_bound(
+        self, outcome: Outcome
+    ) -> None:
+        rounds = [
+            one
+            for one in read_lines(outcome.folder / "rounds.jsonl")
+            if isinstance(one, RoundReport)
+        ]
+
+        assert all(one.missing <= one.p * one.num_chunks for one in rounds)
+        assert {one.missing for one in rounds if one.direction == "back"} == {0}
+        assert {one.p for one in rounds if one.run == "fixed"} <= {0.0, 0.008}
+        assert max(one.missing for one in rounds) > 0
+
+    def test_it_sums_up_both_runs(self, outcome: Outcome) -> None:
+        fixed, adaptive = outcome.summary.fixed, outcome.summary.adaptive
+
+        assert fixed is not None
+        assert adaptive is not None
+        assert fixed.identical
+        assert adaptive.identical
+        assert (fixed.steps, adaptive.steps) == (22, 22)
+        assert fixed.metric is not None
+        assert fixed.metric > 0.3
+        assert len(outcome.summary.ratio.burst) == 2
+
+    def test_it_tells_how_it_goes(self, outcome: Outcome) -> None:
+        assert outcome.told.begun == [("fixed", 22), ("adaptive", 22)]
+        assert outcome.told.steps == {"fixed": 22, "adaptive": 22}
+        assert outcome.told.epochs == [("fixed", 1), ("adaptive", 1)]
+
+    def test_its_processes_have_ended(self, outcome: Outcome) -> None:
+        processes = outcome.told.processes
+
+        assert sorted(processes.values()) == ["rank 0", "rank 1", "server"]
+        assert not any(is_running(pid) for pid in processes)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.sockets
+@pytest.mark.parametrize(
+    ("role", "told"),
+    [
+        ("server", "the server at 127.0.0.1:"),
+        ("rank 1", "rank 1 was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_killed_process_ends_the_run_and_keeps_its_records(
+    tmp_path: Path, role: str, told: str
+) -> None:
+    progress = Told(kills=role)
+    text = tmp_path / "text"  # 97 steps, and no scikit-learn to import
+    text.write_bytes(bytes(range(32, 127)) * 1200)
+    options = DemoOptions(task="text", data=text, workers=2, out=tmp_path / "out")
+
+    with pytest.raises(TailboundError) as caught:
+        run_demo(options, progress)
+
+    assert time.monotonic() - progress.killed_s < 10.0
+    message = str(caught.value)
+    assert message.startswith(told)
+    assert "was killed by signal 9 (SIGKILL)" in message
+    assert message.endswith(f"; records so far: {tmp_path / 'out' / 'rounds.jsonl'}")
+    assert len(message.splitlines()) == 1
+    steps = {one.step for one in read_lines(tmp_path / "out" / "rounds.jsonl")}
+    assert {1, 2, 3} <= steps
+    assert len(progress.processes) == 3
+    assert not any(is_running(pid) for pid in progress.processes)

@@ -1,0 +1,208 @@
+"""One process of the demo: what it does with its orders, and how it ends."""
+
+import io
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from tailbound.config import LossBound, Transport
+from tailbound.lab.demo_process import follow, write_answer
+from tailbound.lab.orders import (
+    Answer,
+    Broken,
+    Conditions,
+    Done,
+    Ready,
+    ServerOrder,
+    WorkerOrder,
+)
+from tailbound.protocol.wire import BucketSpec
+from tailbound.records import EpochReport, StepReport
+from tailbound.transport.group import Group
+
+GOOD = Conditions(rtt_ms=0, loss=0, burst=0, burst_rounds=(), mtu=1500, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+def lines(*orders: msgspec.Struct) -> io.BytesIO:
+    return io.BytesIO(b"".join(msgspec.json.encode(order) + b"\n" for order in orders))
+
+
+def training(task: str = "digits") -> WorkerOrder:
+    return WorkerOrder(
+        run="fixed",
+        server="127.0.0.1:7000",
+        task=task,
+        data=None,
+        epochs=1,
+        batch_size=128,
+        bound=LossBound(),
+        timeout_s=5.0,
+        conditions=GOOD,
+    )
+
+
+@dataclass
+class Heard:
+    """What a process said, and its server's address once it is said."""
+
+    answers: list[Answer] = field(default_factory=list)
+    has_address: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        if isinstance(answer, Ready):
+            self.has_address.set()
+
+
+@pytest.mark.slow
+def test_a_worker_trains_and_tells_steps_and_epochs() -> None:
+    """A job of one, so that it needs no server: 1437 samples are 11 batches of 128."""
+    heard = Heard()
+
+    assert follow(lines(training()), "worker", heard) == 0
+
+    steps = [one for one in heard.answers if isinstance(one, StepReport)]
+    assert [step.step for step in steps] == list(range(1, 12))
+    assert {step.run for step in steps} == {"fixed"}
+    (epoch,) = (one for one in heard.answers if isinstance(one, EpochReport))
+    assert (epoch.epoch, epoch.step, epoch.metric_name) == (1, 11, "accuracy")
+    assert 0.0 < epoch.metric <= 1.0
+    assert epoch.train_s > 0.0
+    assert len(epoch.digest) == 16
+    assert (heard.answers[0], heard.answers[-1]) == (Ready(), Done())
+
+
+def test_what_a_worker_cannot_do_is_told_in_one_line() -> None:
+    heard = Heard()
+
+    assert follow(lines(training("digit"), training()), "worker", heard) == 1
+
+    (_, broken) = heard.answers
+    assert isinstance(broken, Broken)
+    assert broken.message.startswith("task is one of digits, mnist1d")
+
+
+@pytest.mark.sockets
+def test_a_server_tells_its_address_and_when_all_have_left() -> None:
+    heard = Heard()
+    order = ServerOrder(run="fixed", world_size=1, timeout_s=5.0, conditions=GOOD)
+    serving = threading.Thread(
+        target=follow, args=(lines(order), "server", heard), daemon=True
+    )
+    serving.start()
+    assert heard.has_address.wait(5.0)
+    (ready,) = heard.answers
+    assert isinstance(ready, Ready)
+
+    group = Group(
+        ready.address,
+        rank=0,
+        world_size=1,
+        buckets=(BucketSpec("float32", ("w",), ((8,),)),),
+        bound=LossBound(),
+        transport=Transport(mtu=1500, timeout_s=5.0),
+    )
+    group.close()
+    serving.join(5.0)
+
+    assert heard.answers[1:] == [Done()]
+
+
+@pytest.mark.slow
+@pytest.mark.sockets
+def test_a_server_waits_two_timeouts_for_its_workers() -> None:
+    heard = Heard()
+    order = ServerOrder(run="fixed", world_size=2, timeout_s=0.2, conditions=GOOD)
+
+    assert follow(lines(order), "server", heard) == 1
+
+    _, broken = heard.answers
+    assert isinstance(broken, Broken)
+    assert broken.message.startswith("lost rank 0, rank 1 during start-up")
+
+
+def test_an_answer_is_a_line() -> None:
+    out = io.BytesIO()
+
+    write_answer(out, Broken("a\nb"))
+
+    assert out.getvalue() == b'{"kind":"broken","message":"a\\nb"}\n'
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.processes
+def test_standard_output_is_for_answers_only() -> None:
+    code = (
+        "from tailbound.lab.demo_process import take_stdout\n"
+        "from tailbound.lab.orders import Done\n"
+        "print('before')\n"
+        "say = take_stdout()\n"
+        "print('noise', flush=True)\n"
+        "say(Done())\n"
+    )
+
+    out, errors = start("-c", code).communicate(timeout=30.0)
+
+    assert (out, errors) == ('before\n{"kind":"done"}\n', "noise\n")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ctrl_c_is_left_to_the_launcher_whose_end_is_its_end() -> None:
+    """An order that makes it say something shows that it listens already."""
+    order = ServerOrder(run="fixed", world_size=1, timeout_s=20.0, conditions=GOOD)
+    server = start("-m", "tailbound.lab.demo_process", "server")
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(msgspec.json.encode(order).decode() + "\n")
+    server.stdin.flush()
+    assert server.stdout.readline().startswith('{"kind":"ready"')
+
+    server.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.wait(0.3)
+    server.terminate()
+    server.communicate(timeout=10.0)
+
+    assert server.returncode == -signal.SIGTERM
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_without_orders_it_ends_in_good_order() -> None:
+    server = start("-m", "tailbound.lab.demo_process", "server")
+
+    out, errors = server.communicate("", timeout=30.0)
+
+    assert (server.returncode, out, errors) == (0, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_role_that_is_none_is_refused() -> None:
+    process = start("-m", "tailbound.lab.demo_process", "both")
+
+    _, errors = process.communicate(timeout=30.0)
+
+    assert process.returncode == 1
+    assert errors.startswith("usage: ")
