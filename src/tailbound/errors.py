@@ -102,7 +102,10 @@ class PeerProtocolError(TailboundError):
 
 
 class RoundTimeoutError(TailboundError, TimeoutError):
-    """A round passed its deadline with more missing than the loss bound allows."""
+    """A peer is there and too late: a round passed its deadline with too much missing.
+
+    ``chunks`` is 0 where the wait was for something else than a round's chunks.
+    """
 
     def __init__(
         self, peer: str, phase: str, missing: int, chunks: int, waited_s: float
@@ -121,10 +124,11 @@ class RoundTimeoutError(TailboundError, TimeoutError):
         )
 
     def __str__(self) -> str:
-        share = f"{self.missing} of {self.chunks} chunks missing"
+        share = f" ({self.missing} of {self.chunks} chunks missing)"
         return (
-            f"{self.peer} did not finish {self.phase} within {self.waited_s:.1f} s "
-            f"({share}); raise Transport(timeout_s=...) if it is only slow"
+            f"{self.peer} did not finish {self.phase} within {self.waited_s:.1f} s"
+            f"{share if self.chunks else ''}; "
+            "raise Transport(timeout_s=...) if it is only slow"
         )
 
 
