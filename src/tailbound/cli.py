@@ -315,6 +315,7 @@ def _shown_progress() -> "Iterator[Progress]":
             if self.is_starting:
                 bars.remove_task(self.bar)
                 self.is_starting = False
+                bars.start()
             self.bar = bars.add_task(f"{run} bound", total=steps, state="")
 
         def step(self, run: str, report: StepReport) -> None:
@@ -328,8 +329,16 @@ def _shown_progress() -> "Iterator[Progress]":
                     f"{report.metric_name} {report.metric:.4f}"
                 )
 
-    with bars:
-        yield Shown()
+    shown = Shown()
+    if bars.console.is_terminal:
+        bars.start()
+    try:
+        yield shown
+    finally:
+        # A mistake found before anything runs is told in one line, alone.
+        bars.live.transient = shown.is_starting
+        if bars.live.is_started:
+            bars.stop()
 
 
 if __name__ == "__main__":

@@ -193,8 +193,9 @@ def test_models_that_differ_are_named_on_every_rank() -> None:
     outcomes = run_ranks(work)
 
     for outcome in outcomes:
-        assert isinstance(outcome, HandshakeError)
-        assert {"w [2] (rank 0)", "w [3] (rank 1)"} == {outcome.ours, outcome.theirs}
+        assert isinstance(outcome, TailboundError)
+        assert "w [2] (rank 0)" in str(outcome)
+        assert "w [3] (rank 1)" in str(outcome)
         assert str(outcome).endswith("build the same model on every rank")
 
 

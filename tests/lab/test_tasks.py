@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tailbound.errors import ConfigError
-from tailbound.training.buckets import parameter_digest
 from tailbound.lab.tasks import TASKS, Task, load_task
+from tailbound.training.buckets import parameter_digest
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,9 +17,10 @@ from tailbound.config import LossBound
 from tailbound.errors import PeerProtocolError, TailboundError, WireError
 from tailbound.impairments import Impairments
 from tailbound.protocol.chunks import ChunkLayout
-from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Direction, Reduced, RoundKey, Started
 from tailbound.protocol.headers import BucketBytes, HeaderTable
+from tailbound.protocol.link import Link
 from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import (
     Begin,

@@ -266,13 +266,18 @@ def test_the_statistics_tell_passes_repairs_and_round_trips() -> None:
     assert not statistics.early_stop
 
 
-def test_a_round_that_sent_nothing_has_no_latency() -> None:
+def test_a_round_that_sent_nothing_yet_has_no_latency() -> None:
+    assert make_sender(now=1.0).statistics().latency_s == 0.0
+
+
+def test_a_stop_without_any_chunk_is_refused() -> None:
+    """Total loss is within no bound, so no honest receiver stops there."""
     sender = make_sender(now=1.0)
 
-    sender.receive_untrusted(Stop(*NAMES, NOTHING), 3.0)
+    with pytest.raises(PeerProtocolError, match="an empty stop"):
+        sender.receive_untrusted(Stop(*NAMES, NOTHING), 3.0)
 
-    assert sender.statistics().latency_s == 0.0
-    assert sender.statistics().missing == 10
+    assert sender.state is SenderState.SENDING
 
 
 # -- the window ----------------------------------------------------------------

@@ -17,8 +17,8 @@ from tailbound.errors import (
     TailboundError,
 )
 from tailbound.impairments import Impairments, IndependentLoss
-from tailbound.protocol.endpoint import Link
 from tailbound.protocol.events import Failed, Reduced
+from tailbound.protocol.link import Link
 from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import (
     Begin,
@@ -78,7 +78,7 @@ def grads(*values: float) -> list[Any]:
         ({"rank": 0}, "0 is taken (the server)", "0 of 2"),
         ({"rank": 2}, "0 to 1 (the server)", "2 of 2"),
         ({"rank": -1}, "0 to 1 (the server)", "-1 of 2"),
-        ({"byte_order": "big"}, "little (rank 0)", "big (rank 1)"),
+        ({"byte_order": "big"}, "little (the wire)", "big (rank 1)"),
         ({"bound": LossBound(p_low=0.024)}, "p_low=0.008", "p_low=0.024"),
         ({"buckets": VECTOR * 2}, "1 (rank 0)", "2 (rank 1)"),
     ],

@@ -17,8 +17,8 @@ from tailbound.errors import (
     UnreachableError,
 )
 from tailbound.impairments import Impairments
-from tailbound.protocol.endpoint import Link
 from tailbound.protocol.events import Ended, Failed, Reduced, Started
+from tailbound.protocol.link import Link
 from tailbound.protocol.wire import (
     Bitmap,
     BucketSpec,

@@ -16,9 +16,10 @@ from jobs import leaves_nothing
 from tailbound.config import LossBound, Transport
 from tailbound.errors import ConfigError, PeerLostError, RemoteError, TailboundError
 from tailbound.impairments import Impairments
-from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Event
 from tailbound.protocol.intake import LinkCounters
+from tailbound.protocol.link import Link
 from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import (
     BucketSpec,

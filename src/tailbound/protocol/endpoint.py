@@ -22,8 +22,6 @@ datagrams are counted, and a peer that breaks the protocol ends the job by a Fai
 
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,16 +35,21 @@ from tailbound.errors import (
 )
 from tailbound.protocol.events import Direction, Event, Failed, RoundKey, peer_name
 from tailbound.protocol.headers import BucketBytes, HeaderTable
-from tailbound.protocol.intake import LinkCounters, count_invalid, sort_datagrams
+from tailbound.protocol.intake import (
+    LinkCounters,
+    count_invalid,
+    rows_of,
+    sort_datagrams,
+)
+from tailbound.protocol.link import Link
 from tailbound.protocol.plan import Plan
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender
-from tailbound.protocol.session import LinkState, UdpCheck
+from tailbound.protocol.session import LinkState
 from tailbound.protocol.wire import (
     HEADER_BYTES,
     PING,
     Bitmap,
-    ControlReader,
     Fail,
     Mark,
     MarkSeen,
@@ -58,33 +61,6 @@ from tailbound.protocol.wire import (
     headers_untrusted,
 )
 from tailbound.reduction import WireFormat
-
-
-@dataclass(slots=True)
-class Link:
-    """One TCP connection with its UDP path, as the endpoint sees it."""
-
-    peer_rank: int
-    """-1 until the peer said it."""
-    name: str
-    """For messages: ``rank 2``, or the address while the rank is unknown."""
-    address: str
-    """The peer's host, as its datagrams' source names it."""
-    scope: tuple[int, ...] = ()
-    """Flow and scope of an IPv6 address."""
-    udp_port: int = 0
-    """Ours, for this link."""
-    peer_udp_port: int = 0
-    """Theirs; 0 until known. The I/O side reads it to address datagrams."""
-    mtu: int = 1500
-    window_bytes: int = 1 << 20
-    ip_version: int = 4
-    state: LinkState = LinkState.CONNECTED
-    check: UdpCheck | None = None
-    reader: ControlReader = field(default_factory=ControlReader)
-    control: deque[Message] = field(default_factory=deque)
-    pings: deque[bytes] = field(default_factory=deque)
-    counters: LinkCounters = field(default_factory=LinkCounters)
 
 
 class Endpoint(ABC):
@@ -301,7 +277,7 @@ class Endpoint(ABC):
         if pair is None:
             return
         receiver, wire_format = pair
-        rows_KE = _rows(data, num, segment_bytes, wire_format)[use_K]
+        rows_KE = rows_of(data, num, segment_bytes, wire_format)[use_K]
         if segment_bytes - HEADER_BYTES == table.layout.chunk_bytes:
             receiver.receive(chunks_K, rows_KE)
         else:
@@ -324,7 +300,7 @@ class Endpoint(ABC):
             return False
         receiver, wire_format = pair
         self.links[link].counters.accepted += num
-        rows_KE = _rows(data, num, segment_bytes, wire_format)
+        rows_KE = rows_of(data, num, segment_bytes, wire_format)
         if isinstance(chunks, int):
             receiver.receive_run(chunks, rows_KE)
         elif chunks is not None:
@@ -419,17 +395,3 @@ class Endpoint(ABC):
             self.fail(PeerLostError(told.peers, told.phase, f"{name} says so"))
         else:
             self.fail(RemoteError(told.origin, told.message))
-
-
-def _rows(
-    data: memoryview, num: int, segment_bytes: int, wire_format: WireFormat
-) -> NDArray[Any]:
-    """The chunks of equal datagrams, as rows of elements; a view."""
-    dtype = wire_format.wire
-    return np.ndarray(
-        (num, (segment_bytes - HEADER_BYTES) // dtype.itemsize),
-        dtype,
-        data,
-        HEADER_BYTES,
-        (segment_bytes, dtype.itemsize),
-    )

@@ -1,12 +1,14 @@
 """Sort datagrams of one size by their fate: of the open round, or useless and why."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.wire import HEADER_BYTES, PING, PREFIX_BYTES, VERSION
+from tailbound.reduction import WireFormat
 
 
 @dataclass(slots=True)
@@ -91,3 +93,17 @@ def count_invalid(
     counters.malformed += len(headers_K) - num_known
     counters.foreign += num_known - int(np.count_nonzero(ours_K))
     return ours_K
+
+
+def rows_of(
+    data: memoryview, num: int, segment_bytes: int, wire_format: WireFormat
+) -> NDArray[Any]:
+    """The chunks of equal datagrams, as rows of elements; a view."""
+    dtype = wire_format.wire
+    return np.ndarray(
+        (num, (segment_bytes - HEADER_BYTES) // dtype.itemsize),
+        dtype,
+        data,
+        HEADER_BYTES,
+        (segment_bytes, dtype.itemsize),
+    )

@@ -190,6 +190,9 @@ class Sender:
             # A receiver that has everything says stop, not bitmap.
             raise PeerProtocolError(self.peer, self.state.value, "a complete bitmap")
         if isinstance(message, Stop):
+            if not arrived_C.any():
+                # Total loss is within no bound (DESIGN decision 9).
+                raise PeerProtocolError(self.peer, self.state.value, "an empty stop")
             before = self.state
             self._move("stop")
             self._early_stop = before is SenderState.SENDING

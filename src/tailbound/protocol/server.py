@@ -11,7 +11,7 @@ from tailbound.errors import (
     TailboundError,
     WireError,
 )
-from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import (
     SERVER_RANK,
     Ended,
@@ -21,6 +21,7 @@ from tailbound.protocol.events import (
 )
 from tailbound.protocol.gather import GatherWatch
 from tailbound.protocol.headers import BucketBytes
+from tailbound.protocol.link import Link
 from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender

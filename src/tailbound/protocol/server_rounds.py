@@ -242,8 +242,8 @@ class ServerRounds:
             return finish_mean(sum_N, total, wire_format, out=mean_N)
         weight_C = np.zeros(layout.num_chunks)
         for arrival in self._arrivals.values():
-            if arrival.begin is not None:
-                weight_C += arrival.begin.weight * arrival.receiver.arrived_C
+            assert arrival.begin is not None  # all is in
+            weight_C += arrival.begin.weight * arrival.receiver.arrived_C
         return finish_mean(
             sum_N,
             total,

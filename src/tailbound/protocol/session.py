@@ -23,6 +23,7 @@ from tailbound.protocol.wire import (
     MAX_BUCKET_BYTES,
     MAX_UDP_BYTES,
     VERSION,
+    WIRE_BYTE_ORDER,
     BucketSpec,
     Hello,
     Refuse,
@@ -95,17 +96,13 @@ def find_mismatch(ours: Hello, theirs: Hello) -> Refuse | None:
         What differs, with both values, or None if they agree.
     """
     here, there = f"rank {ours.rank}", f"rank {theirs.rank}"
-    for field, remedy in (
-        ("byte_order", "all ranks need machines of one byte order"),
-        ("bound", "give every rank the same LossBound"),
-    ):
-        if getattr(ours, field) != getattr(theirs, field):
-            return Refuse(
-                field,
-                f"{getattr(ours, field)} ({here})",
-                f"{getattr(theirs, field)} ({there})",
-                remedy,
-            )
+    if ours.bound != theirs.bound:
+        return Refuse(
+            "bound",
+            f"{ours.bound} ({here})",
+            f"{theirs.bound} ({there})",
+            "give every rank the same LossBound",
+        )
     remedy = "build the same model on every rank"
     if len(ours.buckets) != len(theirs.buckets):
         return Refuse(
@@ -156,6 +153,13 @@ def check_hello(
             f"{world_size} (the server)",
             f"{hello.world_size} (rank {hello.rank})",
             "start the server with the job's world size",
+        )
+    if hello.byte_order != WIRE_BYTE_ORDER:
+        return Refuse(
+            "byte order",
+            f"{WIRE_BYTE_ORDER} (the wire)",
+            f"{hello.byte_order} (rank {hello.rank})",
+            "run all ranks on little-endian machines",
         )
     if not 0 <= hello.rank < world_size:
         return Refuse(

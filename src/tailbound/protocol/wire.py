@@ -6,8 +6,8 @@ A datagram is a 24-byte header in network byte order, then the chunk::
     version  kind   bucket   counter   session   sequence   length   rank   data...
 
 ``kind`` is the direction of the round, or PING in the reachability check. ``length``
-counts the bytes of data. Data stands in the sender's own byte order, which the
-handshake compares.
+counts the bytes of data. Data is little-endian, as nearly every machine has it in
+memory; the handshake refuses a rank of another byte order.
 
 A control message is a 4-byte length in network order, then msgpack.
 """
@@ -45,6 +45,8 @@ HEADER_BYTES: Final = HEADER.itemsize
 PREFIX_BYTES: Final = 16
 """Version, kind, bucket, counter and session: equal in all datagrams of a round."""
 
+WIRE_BYTE_ORDER: Final = "little"
+"""Of the data; the header is in network order."""
 MAX_SEQUENCE: Final = 2**32 - 1
 COUNTER_PERIOD: Final = 2**32
 MAX_FRAME_BYTES: Final = 8 << 20

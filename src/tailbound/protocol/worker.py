@@ -15,7 +15,7 @@ from tailbound.errors import (
     UnreachableError,
     WireError,
 )
-from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import (
     SERVER_RANK,
     Direction,
@@ -28,6 +28,7 @@ from tailbound.protocol.events import (
 )
 from tailbound.protocol.gather import Gather, cut_pieces
 from tailbound.protocol.headers import BucketBytes
+from tailbound.protocol.link import Link
 from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender

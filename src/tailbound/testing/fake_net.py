@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tailbound.config import LossBound
 from tailbound.impairments import Impairments
-from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import (
     Ended,
     Event,
@@ -24,6 +24,7 @@ from tailbound.protocol.events import (
     Reduced,
     Started,
 )
+from tailbound.protocol.link import Link
 from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import BucketSpec
 from tailbound.protocol.worker import LINK, WorkerEndpoint

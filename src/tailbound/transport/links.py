@@ -5,7 +5,7 @@ import time
 
 from tailbound.config import Transport, format_address, parse_address
 from tailbound.errors import UnreachableError
-from tailbound.protocol.endpoint import Link
+from tailbound.protocol.link import Link
 from tailbound.transport.addresses import resolve_bind, route_mtu
 from tailbound.transport.udp import UdpSocket
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from tailbound.errors import ConfigError, TailboundError
 from tailbound.impairments import Impairments
-from tailbound.protocol.endpoint import Endpoint, Link
+from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Event
+from tailbound.protocol.link import Link
 from tailbound.testing.impaired_path import Batch, ImpairedPath
 from tailbound.transport.batching import MAX_SEGMENTS
 from tailbound.transport.forks import close_in_forked_children
