@@ -7,14 +7,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import typer
 
 from report.synthetic import make_records, make_settings, one_check, one_epoch
-from tailbound.cli import run
+from tailbound.cli import main, run
 from tailbound.config import LossBound, Transport
 from tailbound.errors import ConfigError, MissingExtraError
 from tailbound.lab import demo
@@ -121,6 +124,7 @@ def raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
         (ConfigError("one\n  two"), 1, "one two"),
         (MissingExtraError("no plots"), 1, "no plots"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (typer.Abort(), 130, "interrupted"),
     ],
 )
 def test_what_goes_wrong_is_one_line_without_a_traceback(
@@ -140,6 +144,44 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ValueError, match="not one of ours"):
         run(["report", "x"])
+
+
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """Give the signal its meaning back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_command_exits_with_the_code(
+    monkeypatch: pytest.MonkeyPatch, sigterm: None
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tailbound", "nonsense"])
+
+    with pytest.raises(SystemExit) as caught:
+        main()
+
+    assert caught.value.code == 2
+
+
+def test_a_request_to_end_cleans_up_like_ctrl_c(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    sigterm: None,
+) -> None:
+    def be_ended(directory: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10.0)  # the signal's handler runs at once
+
+    monkeypatch.setattr(build, "build_report", be_ended)
+    monkeypatch.setattr(sys, "argv", ["tailbound", "report", "x"])
+
+    with pytest.raises(SystemExit) as caught:
+        main()
+
+    assert caught.value.code == 143
+    assert capsys.readouterr().err == "tailbound: terminated\n"
 
 
 @pytest.mark.slow

@@ -162,6 +162,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert children_of(os.getpid()) == {}
 
 
+@pytest.mark.processes
+def test_without_a_name_the_folder_is_named_after_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("in the way")
+
+    with pytest.raises(ConfigError, match=r"into runs/demo-\d{8}-\d{6} \(Not a dir"):
+        run_demo(DemoOptions(task="text"))
+
+
 # -- whole runs -----------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from training.ranks import (
     Vector,
     build_mlp,
     finish,
+    meet_at,
     open_sockets,
     plain_sgd,
     run_ranks,
@@ -182,6 +185,40 @@ def test_parameters_and_buffers_are_made_equal_to_rank_0s() -> None:
     assert linears[1].bias.tolist() == [3.0, 3.0]
     assert norms[1].get_buffer("num_batches_tracked").item() == 9
     assert state_bytes(linears[0]) == state_bytes(linears[1])
+
+
+@pytest.mark.sockets
+def test_a_rank_attaches_to_a_server_that_runs_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 the user's way, from the environment; rank 0 by hand, in a thread."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    transport = Transport(mtu=1500, timeout_s=TIMEOUT_S)
+    server = tailbound.Server(2, transport=transport)
+    models = [Vector(), Vector()]
+
+    def one_step(job: Job) -> None:
+        with job:
+            job.backward(models[job.rank](torch.tensor([[1.0 + job.rank]])))
+            job.step()
+
+    def be_rank_0() -> None:
+        make_exchange = meet_at(server, 0, 2, LossBound(), transport)
+        one_step(attach_through(make_exchange, models[0], plain_sgd(models[0])))
+
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(server.run), pool.submit(be_rank_0)]
+        one_step(
+            tailbound.attach(
+                models[1],
+                plain_sgd(models[1]),
+                transport=replace(transport, server=server.address),
+            )
+        )
+        assert [other.result(TIMEOUT_S) for other in others] == [None, None]
+
+    assert [model.w.item() for model in models] == [-1.5, -1.5]
 
 
 @pytest.mark.sockets

@@ -97,8 +97,8 @@ class Endpoint(ABC):
         """The sender whose datagrams go to this link now."""
 
     @abstractmethod
-    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat] | None:
-        """The receiver of this link's open round, made if need be."""
+    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat]:
+        """The receiver of the round that ``_expected`` names, made if need be."""
 
     @abstractmethod
     def _expected(self, link: int) -> RoundKey | None:
@@ -214,10 +214,9 @@ class Endpoint(ABC):
         state = self.links.get(link)
         if state is None or not state.peer_udp_port:
             return False
-        if state.pings:
-            return True
         pair = self._sender(link) if self.error is None else None
-        return pair is not None and pair[0].has_chunks(now)
+        has_chunks = pair is not None and pair[0].has_chunks(now)
+        return has_chunks or bool(state.pings)
 
     def is_checking(self, link: int) -> bool:
         """True while this link's UDP is under test and may lose large datagrams."""
@@ -271,12 +270,11 @@ class Endpoint(ABC):
             data, headers_K, segment_bytes, table.headers_C[0], table.layout, counters
         )
         chunks_K = headers_K["sequence"][use_K].astype(np.int64)
+        if not len(chunks_K):
+            return
         # Only now: a stale datagram must not open the round, since what a worker sends
         # for the next one tells the server that it has the mean of the last.
-        pair = self._receiver(link, now) if len(chunks_K) else None
-        if pair is None:
-            return
-        receiver, wire_format = pair
+        receiver, wire_format = self._receiver(link, now)
         rows_KE = rows_of(data, num, segment_bytes, wire_format)[use_K]
         if segment_bytes - HEADER_BYTES == table.layout.chunk_bytes:
             receiver.receive(chunks_K, rows_KE)
@@ -295,15 +293,14 @@ class Endpoint(ABC):
         if table is None or table.layout.segment_bytes != segment_bytes:
             return False
         chunks = table.match(data, num, segment_bytes)
-        pair = self._receiver(link, now) if chunks is not None else None
-        if pair is None:
+        if chunks is None:
             return False
-        receiver, wire_format = pair
+        receiver, wire_format = self._receiver(link, now)
         self.links[link].counters.accepted += num
         rows_KE = rows_of(data, num, segment_bytes, wire_format)
         if isinstance(chunks, int):
             receiver.receive_run(chunks, rows_KE)
-        elif chunks is not None:
+        else:
             receiver.receive(chunks, rows_KE)
         return True
 
@@ -357,10 +354,7 @@ class Endpoint(ABC):
     def _receive_question(self, link: int, message: Probe | Mark, now: float) -> None:
         if self._expected(link) != message.key:
             return
-        pair = self._receiver(link, now)
-        if pair is None:
-            return
-        receiver = pair[0]
+        receiver, _ = self._receiver(link, now)
         if isinstance(message, Mark):
             receiver.receive_mark_untrusted(message.sent_bytes)
         else:

@@ -171,9 +171,9 @@ class ServerEndpoint(Endpoint):
             return
         self._mean_due_s = None
         mean = rounds.try_finish(now)
-        if mean is not None:
-            for state in self._workers():
-                state.control.append(mean)
+        assert mean is not None  # what is in stays in
+        for state in self._workers():
+            state.control.append(mean)
 
     def _late_gather(self, now: float) -> TailboundError | None:
         opened_s = self._gathers.opened_s
@@ -193,9 +193,8 @@ class ServerEndpoint(Endpoint):
             return None
         return self._rounds.sender(self.links[link].peer_rank)
 
-    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat] | None:
-        if self._rounds is None:
-            return None
+    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat]:
+        assert self._rounds is not None
         spec = self._rounds.plan.buckets[self._rounds.key.bucket]
         receiver = self._rounds.arrival(self.links[link].peer_rank, now)
         return receiver, FORMATS[spec.dtype]

@@ -242,9 +242,9 @@ class WorkerEndpoint(Endpoint):
             return None
         return self._round.sender, self._round.bytes
 
-    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat] | None:
-        if self._round is None or self.plan is None:
-            return None
+    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat]:
+        assert self._round is not None
+        assert self.plan is not None
         self._round.note_back(now)
         spec = self.plan.buckets[self._round.back_key.bucket]
         return self._round.receiver, FORMATS[spec.dtype]
