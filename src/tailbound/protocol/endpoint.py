@@ -175,8 +175,17 @@ class Endpoint(ABC):
         *,
         max_segments: int,
         max_bytes: int,
+        max_batches: int = 1,
     ) -> tuple[int, int] | None:
-        """Write the next batch for this link into ``out``.
+        """Write the next batch or batches for this link into ``out``.
+
+        Args:
+            link: its number.
+            out: room for ``max_batches * max_bytes``.
+            now: seconds, monotonic.
+            max_segments: datagrams of one kernel batch.
+            max_bytes: bytes of one kernel batch.
+            max_batches: whole kernel batches written at once, back to back.
 
         Returns:
             Bytes written and bytes per datagram, or None if nothing may leave now.
@@ -190,7 +199,10 @@ class Endpoint(ABC):
         if pair is None:
             return None
         sender, rows = pair
-        chunks_K = sender.next_chunks(now, max_segments, max_bytes)
+        per_batch = min(max_segments, max_bytes // rows.layout.segment_bytes)
+        chunks_K = sender.next_chunks(
+            now, max_batches * per_batch, max_batches * max_bytes
+        )
         if chunks_K is None:
             return None
         table = self._table(sender.key, self.rank)

@@ -25,7 +25,10 @@ from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
 
 BUFFER_BYTES = 65536
 TCP_READ_BYTES = 1 << 18
-MAX_BATCHES_PER_TURN = 16
+BATCHES_AT_ONCE = 4
+"""Kernel batches packed in one go: half of a batch's cost is Python's, per call. More
+would not stay in the second-level cache until the kernel has copied it."""
+MAX_GROUPS_PER_TURN = 4
 """Sent on one link before the others get their turn: 1 MiB."""
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -35,7 +38,9 @@ KEEPALIVE = (
 )
 """A machine that lost power says nothing: the kernel finds out within 45 s."""
 IMPAIRED_BYTES = 1 << 19
-"""How much an impaired path takes at once; a plain one 64 KiB, to stay in the cache."""
+"""How much an impaired path takes at once."""
+JOINED_BYTES = 1 << 17
+"""How much a plain path takes at once, for the same reasons as BATCHES_AT_ONCE."""
 TURN_BYTES = 1 << 20
 """Read for one link before the others get their turn."""
 DEVICE_PAUSE_S = 0.001
@@ -72,7 +77,7 @@ class Conduit:
         self.retry_s: float | None = None
         """When to try a full device again."""
         self._peer_address: tuple[Any, ...] | None = None
-        self._batch = memoryview(bytearray(BUFFER_BYTES))
+        self._batch = memoryview(bytearray(BATCHES_AT_ONCE * BUFFER_BYTES))
         self._pending = self._batch[:0]
         self._pending_segment_bytes = 1
         close_in_forked_children(self)
@@ -124,7 +129,7 @@ class Conduit:
             # The word about the failure must not wait behind a full device.
             self._pending = self._batch[:0]
         address = self.peer_address()
-        for _ in range(MAX_BATCHES_PER_TURN):
+        for _ in range(MAX_GROUPS_PER_TURN):
             now = time.monotonic()
             if not self._send_pending(endpoint, address, now):
                 return False
@@ -138,6 +143,7 @@ class Conduit:
                 now,
                 max_segments=MAX_SEGMENTS,
                 max_bytes=self.udp.max_batch_bytes,
+                max_batches=BATCHES_AT_ONCE,
             )
             if sent is None:
                 return True
@@ -205,7 +211,7 @@ class Station:
         if impairments is not None and not impairments.is_none:
             self._rng = np.random.default_rng(impairments.seed)
         self._numbers = 0
-        joined = IMPAIRED_BYTES if self._rng is not None else BUFFER_BYTES
+        joined = IMPAIRED_BYTES if self._rng is not None else JOINED_BYTES
         self._buffer = memoryview(bytearray(joined + BUFFER_BYTES))
         if listener is not None:
             close_in_forked_children(listener)
