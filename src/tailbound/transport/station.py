@@ -129,14 +129,15 @@ class Conduit:
             # The word about the failure must not wait behind a full device.
             self._pending = self._batch[:0]
         address = self.peer_address()
-        for _ in range(MAX_GROUPS_PER_TURN):
+        for turn in range(MAX_GROUPS_PER_TURN + 1):
             now = time.monotonic()
             if not self._send_pending(endpoint, address, now):
                 return False
+            # After the datagrams before it, or a probe would overtake them.
             while (data := endpoint.next_control(number)) is not None:
                 self.outgoing += data
-            if address is None:
-                return True
+            if address is None or turn == MAX_GROUPS_PER_TURN:
+                break
             sent = endpoint.next_datagrams(
                 number,
                 self._batch,
@@ -146,10 +147,10 @@ class Conduit:
                 max_batches=BATCHES_AT_ONCE,
             )
             if sent is None:
-                return True
+                break
             self._pending = self._batch[: sent[0]]
             self._pending_segment_bytes = sent[1]
-        return self._send_pending(endpoint, address, time.monotonic())
+        return True
 
     def _send_pending(
         self, endpoint: Endpoint, address: tuple[Any, ...] | None, now: float
