@@ -22,12 +22,15 @@ from tailbound.protocol.intake import LinkCounters
 from tailbound.protocol.link import Link
 from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import (
+    Begin,
     BucketSpec,
     ControlReader,
     Fail,
     Hello,
+    Mark,
     Message,
     PingSeen,
+    Probe,
     Start,
     Welcome,
     encode_control,
@@ -36,7 +39,12 @@ from tailbound.protocol.wire import (
 from tailbound.protocol.worker import WorkerEndpoint
 from tailbound.transport.addresses import listen
 from tailbound.transport.links import open_link
-from tailbound.transport.station import Conduit, Station
+from tailbound.transport.station import (
+    BATCHES_AT_ONCE,
+    MAX_GROUPS_PER_TURN,
+    Conduit,
+    Station,
+)
 from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
 
 pytestmark = pytest.mark.sockets
@@ -60,7 +68,12 @@ class Flood:
 class Peer:
     """The other end of a worker's link: plain sockets that a test speaks through."""
 
-    def __init__(self, sendmsg: Callable[..., int] | None = None, **path: Any) -> None:
+    def __init__(
+        self,
+        sendmsg: Callable[..., int] | None = None,
+        buckets: tuple[BucketSpec, ...] = VECTOR,
+        **path: Any,
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             ours = socket.create_connection(listener.getsockname())
             self.tcp, _ = listener.accept()
@@ -69,7 +82,7 @@ class Peer:
         self.udp.settimeout(10.0)
         self.tcp.settimeout(10.0)
         self.worker = WorkerEndpoint(
-            0, 1, VECTOR, LossBound.fixed(0.0), timeout_s=60.0, silence_s=60.0
+            0, 1, buckets, LossBound.fixed(0.0), timeout_s=60.0, silence_s=60.0
         )
         self.events: list[Event] = []
         impairments = Impairments(**path) if path else None
@@ -122,13 +135,36 @@ class Peer:
 
 
 @contextlib.contextmanager
-def peer_of(sendmsg: Callable[..., int] | None = None, **path: Any) -> Iterator[Peer]:
+def peer_of(
+    sendmsg: Callable[..., int] | None = None,
+    buckets: tuple[BucketSpec, ...] = VECTOR,
+    **path: Any,
+) -> Iterator[Peer]:
     with leaves_nothing():
-        peer = Peer(sendmsg, **path)
+        peer = Peer(sendmsg, buckets, **path)
         try:
             yield peer
         finally:
             peer.close()
+
+
+# -- a turn ---------------------------------------------------------------------
+
+
+def test_a_bucket_that_fills_a_turn_to_the_brim_still_gets_its_probe() -> None:
+    """Nothing else would wake the driver to send it."""
+    # 44 chunks of 362 elements fill a kernel batch.
+    num_batches = MAX_GROUPS_PER_TURN * BATCHES_AT_ONCE
+    brim = (BucketSpec("float32", ("w",), ((num_batches * 44 * 362,),)),)
+    with peer_of(buckets=brim) as peer:
+        peer.start()
+        peer.worker.all_reduce(np.ones(num_batches * 44 * 362, np.float32), 1.0, 0.0)
+
+        peer.turn()
+
+        assert not peer.worker.has_datagrams(0, 0.0)
+        while not isinstance(message := peer.hear(), Probe):
+            assert isinstance(message, PingSeen | Begin | Mark)
 
 
 # -- control --------------------------------------------------------------------
