@@ -215,9 +215,12 @@ def test_report_rebuilds_and_prints_one_json_object(
 def test_report_prints_a_table_and_where_the_page_is(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    code, out, errors = told(capsys, "report", str(folder))
+    picture = folder / "overview.png"
+
+    code, out, errors = told(capsys, "report", str(folder), "--png", str(picture))
 
     assert (code, errors) == (0, "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert "phase-aware" in out
     assert out.splitlines()[-1] == f"report: {folder / 'report.html'}"
 
@@ -339,7 +342,8 @@ def test_serve_prints_one_json_object_at_its_end(
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
 
-    code = serve_one_job(address, "--mtu", "1500", "--json")
+    options = ("--mtu", "1500", "--port-range", "20000-20999", "--json")
+    code = serve_one_job(address, *options)
 
     captured = capsys.readouterr()
     assert code == 0
@@ -359,6 +363,8 @@ def test_serve_prints_one_json_object_at_its_end(
         (["--workers", "1", "--bind", "[fd99::1]"], "fd99::1 is not an address"),
         (["--workers", "1", "--bind", "[fd99::1]:5"], "fd99::1 is not an address"),
         (["--workers", "1", "--bind", "host:99999"], "an address is host:port or"),
+        (["--workers", "1", "--port-range", "9000"], "--port-range is FIRST-LAST"),
+        (["--workers", "1", "--port-range", "5-70000"], "port_range is (first, last)"),
     ],
 )
 def test_serve_refuses_what_makes_no_sense(

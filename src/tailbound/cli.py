@@ -168,6 +168,10 @@ def serve(
         str, typer.Option(help="Local address, or host:port, to listen on.")
     ] = "127.0.0.1:29400",
     mtu: Annotated[int | None, typer.Option(help="Bytes of an IP packet.")] = None,
+    port_range: Annotated[
+        str | None,
+        typer.Option(help="UDP ports for the workers, FIRST-LAST; one for each."),
+    ] = None,
     timeout_s: Annotated[
         float, typer.Option(help="Longest wait for a worker in a round.")
     ] = 60.0,
@@ -188,7 +192,11 @@ def serve(
     host, port = parse_address(
         bind if _has_port(bind) else format_address(bind.strip("[]"), 29400)
     )
-    transport = Transport(mtu="auto" if mtu is None else mtu, timeout_s=timeout_s)
+    transport = Transport(
+        mtu="auto" if mtu is None else mtu,
+        port_range=None if port_range is None else _parse_range(port_range),
+        timeout_s=timeout_s,
+    )
     server = Server(
         workers,
         host=host,
@@ -213,13 +221,20 @@ def serve(
 @app.command()
 def report(
     directory: Annotated[Path, typer.Argument(help="A run folder.")],
+    png: Annotated[
+        Path | None, typer.Option(help="Also draw the plots into this picture.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Rebuild summary.json and report.html of a run folder from its records."""
     from tailbound.report.build import build_report, read_run
 
     page = build_report(directory)
-    summary = read_run(directory)[0]
+    summary, records = read_run(directory)
+    if png is not None:
+        from tailbound.report.plots import overview_png
+
+        overview_png(summary, records, png)
     if as_json:
         print(summary.to_json())
         return
@@ -273,6 +288,15 @@ def doctor(
 
         Console().print(doctor.render(checks))
     raise typer.Exit(doctor.exit_code(checks))
+
+
+def _parse_range(text: str) -> tuple[int, int]:
+    first, separator, last = text.partition("-")
+    if not (separator and first.isdecimal() and last.isdecimal()):
+        raise ConfigError(
+            f"--port-range is FIRST-LAST, such as 30000-30063, not {text!r}"
+        )
+    return int(first), int(last)
 
 
 def _has_port(text: str) -> bool:
