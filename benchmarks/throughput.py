@@ -96,7 +96,8 @@ def serve(conn: Any, workers: int, mtu: int, rounds: int) -> None:
     conn.send(server.address)
     server.run()
     overflow = sum(
-        conduit.udp.statistics().overflow for conduit in server.station.conduits.values()
+        conduit.udp.statistics().overflow
+        for conduit in server.station.conduits.values()
     )
     conn.send(overflow)
 
