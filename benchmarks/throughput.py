@@ -1,7 +1,7 @@
 """Throughput of the server plan on loopback, beside the kernel's own batched UDP.
 
     python benchmarks/throughput.py --mbytes 100 --workers 1 --rounds 10
-    python benchmarks/throughput.py --mbytes 100 --workers 3 --out benchmarks/results/x.json
+    python benchmarks/throughput.py --workers 3 --out benchmarks/results/x.json
 
 Each repeat measures the kernel first (UDP_SEGMENT and UDP_GRO between two processes,
 nothing else done with the bytes) and then tailbound, so that the ratio holds on a
@@ -198,7 +198,8 @@ def main() -> None:
             f"{raw['cpu_ms_per_mb']:.2f} CPU-ms/MB; tailbound in "
             f"{ours['in_gb_per_s']:.2f} (best {ours['in_best_gb_per_s']:.2f}) back "
             f"{ours['back_gb_per_s']:.2f} GB/s, {ours['cpu_ms_per_mb']:.2f} CPU-ms/MB, "
-            f"repairs {ours['retransmitted_share']:.2%}, overflow {ours['overflow']:.0f}"
+            f"repairs {ours['retransmitted_share']:.2%}, "
+            f"overflow {ours['overflow']:.0f}"
         )
     ratios = {
         "throughput": statistics.median(
