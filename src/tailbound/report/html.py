@@ -209,7 +209,7 @@ def how_it_was_made(settings: RunSettings) -> Iterator[str]:
             "loss bound, phase-aware run",
             f"{bound(settings.p_low)} critical, {bound(settings.p_high)} otherwise",
         ),
-        ("detector", settings.detector or "not recorded"),
+        *([("phase found by", settings.detector)] if settings.detector else []),
         ("MTU", f"{settings.mtu} bytes" if settings.mtu != "auto" else "auto"),
         ("started", settings.started),
     ]
