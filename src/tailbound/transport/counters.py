@@ -1,9 +1,30 @@
-"""What a UDP socket counted, as one frozen record."""
+"""What a UDP socket counted, and how its errors are sorted for that."""
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tailbound.transport.addresses import Address
+
+# The kernel or the device is full for a moment; the same call works later.
+BLOCKED = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM})
+# The batch is refused as a batch: this interface cannot cut it up.
+NOT_BATCHED = frozenset(
+    {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
+)
+# The datagram is gone, or news (ICMP) about an earlier one came in. Whether the peer
+# still lives is for the control channel and the silence timer to say.
+LOST = frozenset(
+    {
+        errno.ECONNREFUSED,
+        errno.EHOSTUNREACH,
+        errno.EHOSTDOWN,
+        errno.ENETUNREACH,
+        errno.ENETDOWN,
+        errno.EPERM,
+        errno.EACCES,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,12 @@ from tailbound.transport.batching import (
     segment_ancillary,
 )
 from tailbound.transport.buffers import grant_buffers, warn_if_small
-from tailbound.transport.counters import UdpStatistics
+from tailbound.transport.counters import (
+    BLOCKED,
+    LOST,
+    NOT_BATCHED,
+    UdpStatistics,
+)
 from tailbound.transport.forks import close_in_forked_children
 
 Buffer = bytes | bytearray | memoryview
@@ -42,26 +47,6 @@ _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _unpack_u32 = struct.Struct("=I").unpack
 # A flood of useless datagrams must not keep the caller from its timers.
 _DISCARDS_IN_A_ROW = 64
-
-# The kernel or the device is full for a moment; the same call works later.
-_BLOCKED = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM})
-# The batch is refused as a batch: this interface cannot cut it up.
-_NOT_BATCHED = frozenset(
-    {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
-)
-# The datagram is gone, or news (ICMP) about an earlier one came in. Whether the peer
-# still lives is for the control channel and the silence timer to say.
-_LOST = frozenset(
-    {
-        errno.ECONNREFUSED,
-        errno.EHOSTUNREACH,
-        errno.EHOSTDOWN,
-        errno.ENETUNREACH,
-        errno.ENETDOWN,
-        errno.EPERM,
-        errno.EACCES,
-    }
-)
 
 _log = logging.getLogger("tailbound")
 
@@ -257,7 +242,7 @@ class UdpSocket:
             except BlockingIOError:
                 return None
             except OSError as error:
-                if error.errno not in _LOST:
+                if error.errno not in LOST:
                     raise
                 _count(self._receive_errors, error)
                 continue
@@ -326,7 +311,7 @@ class UdpSocket:
         try:
             self._sendmsg((part,), self._ancillary, 0, address)
         except OSError as error:
-            if error.errno in _NOT_BATCHED:
+            if error.errno in NOT_BATCHED:
                 return self._fall_back(part, num_bytes, segment_bytes, address, error)
             return num_bytes if self._is_lost(error) else 0
         self._batches_sent += 1
@@ -382,12 +367,12 @@ class UdpSocket:
 
     def _is_lost(self, error: OSError) -> bool:
         """Count a failed send. False: it was only blocked. Raise what is neither."""
-        if error.errno in _BLOCKED:
+        if error.errno in BLOCKED:
             self._blocked += 1
             self.blocked_by_device = error.errno != errno.EAGAIN
             return False
         _count(self._send_errors, error)
-        if error.errno not in _LOST:
+        if error.errno not in LOST:
             raise error
         return True
 
