@@ -177,15 +177,9 @@ class Endpoint(ABC):
         max_bytes: int,
         max_batches: int = 1,
     ) -> tuple[int, int] | None:
-        """Write the next batch or batches for this link into ``out``.
+        """Write up to ``max_batches`` whole kernel batches for this link into ``out``.
 
-        Args:
-            link: its number.
-            out: room for ``max_batches * max_bytes``.
-            now: seconds, monotonic.
-            max_segments: datagrams of one kernel batch.
-            max_bytes: bytes of one kernel batch.
-            max_batches: whole kernel batches written at once, back to back.
+        A kernel batch has at most ``max_segments`` datagrams and ``max_bytes`` bytes.
 
         Returns:
             Bytes written and bytes per datagram, or None if nothing may leave now.
@@ -195,8 +189,7 @@ class Endpoint(ABC):
             ping = state.pings.popleft()
             out[: len(ping)] = ping
             return len(ping), len(ping)
-        pair = self._sender(link) if self.error is None else None
-        if pair is None:
+        if (pair := None if self.has_failed else self._sender(link)) is None:
             return None
         sender, rows = pair
         per_batch = min(max_segments, max_bytes // rows.layout.segment_bytes)

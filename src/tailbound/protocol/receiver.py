@@ -85,26 +85,15 @@ class SumSink(_RowSink):
     ) -> None:
         super().__init__(sum_N, layout)
         self._format = wire_format
-        self._is_plain = wire_format.wire == wire_format.sum
 
-    @np.errstate(over="ignore", invalid="ignore")
     def put_run(self, first: int, rows_KE: NDArray[np.generic]) -> None:
         """See Sink."""
-        if self._is_plain:
-            # The hot path: what add_into does, less its checks of shape and dtype.
-            part_KE = self._rows_CE[first : first + len(rows_KE)]
-            np.add(part_KE, rows_KE, out=part_KE)
-            return
         add_into(self._rows_CE[first : first + len(rows_KE)], rows_KE, self._format)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def put(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
         """See Sink."""
         picked_KE = self._rows_CE[chunks_K]
-        if self._is_plain:
-            np.add(picked_KE, rows_KE, out=picked_KE)
-        else:
-            add_into(picked_KE, rows_KE, self._format)
+        add_into(picked_KE, rows_KE, self._format)
         self._rows_CE[chunks_K] = picked_KE
 
     def put_tail(self, row_E: NDArray[np.generic]) -> None:

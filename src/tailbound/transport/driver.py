@@ -13,8 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from tailbound.errors import TailboundError
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Ended, Failed
@@ -82,8 +80,6 @@ class Driver:
 
     def run(self) -> None:
         """Turn until stopped or all stations are over; closes everything."""
-        # Gradients may hold inf and NaN; whose business that is decides the optimizer.
-        np.seterr(over="ignore", invalid="ignore")
         try:
             while not self._stopping:
                 self._turn()
