@@ -1,7 +1,7 @@
 """Settings: frozen, validated when made, each with its default's reason.
 
-``LossBound`` is the network tail's bound, ``Transport`` how bytes travel. The compute
-tail's bound gets its own class here when it lands.
+``ComputeBound`` is the compute tail's bound, ``LossBound`` the network tail's,
+``Transport`` how bytes travel.
 """
 
 import math
@@ -15,12 +15,89 @@ Test = Literal["change", "drop"]
 Compare = Literal["step", "check"]
 Holes = Literal["zero", "received_mean"]
 Order = Literal["rotate", "fixed", "norm"]
+Preempt = Literal["micro_batch", "backward"]
+Partial = Literal["keep", "discard"]
+Normalize = Literal["computed", "planned", "constant"]
+Compensate = Literal["resample", "extra_steps", "batch"]
 
 
 def require(condition: bool, message: str) -> None:
     """Raise ConfigError with this message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def _check_choices(*choices: tuple[str, str, tuple[str, ...]]) -> None:
+    for name, value, allowed in choices:
+        require(value in allowed, f"{name} is one of {allowed}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeBound:
+    """How long a rank computes before it joins the exchange with what it has.
+
+    Source: DropCompute, Algorithms 1 and 2; spec C1, C3, C6, C7.
+    """
+
+    threshold_s: float | Literal["auto"] = "auto"
+    """Seconds of compute in a step (tau), from the first step on; or ``auto``: found
+    from measured latencies."""
+    max_drop: float = 0.10
+    """Largest share of micro-batches that ``auto`` may expect to drop, in [0, 1]. Up to
+    10 % the papers saw no loss of accuracy."""
+    calibration_steps: int = 20
+    """Steps without a threshold whose latencies ``auto`` is computed from."""
+    warmup_steps: int = 5
+    """Steps before those, left out: compilers, caches and allocators settle."""
+    retune_every: int = 500
+    """Steps after which ``auto`` looks again, with the latencies since."""
+    preempt: Preempt = "micro_batch"
+    """``micro_batch``: look at the clock between micro-batches. ``backward``: also
+    leave a running backward, from a gradient hook."""
+    partial: Partial = "keep"
+    """With ``backward``: ``keep`` the gradients that the unfinished micro-batch has
+    given, each normalised by what it received, or ``discard`` them."""
+    normalize: Normalize = "computed"
+    """Divide the sum of gradients by what was ``computed``, by what was ``planned``
+    (Algorithm 1), or by ``computed`` times 1 - the average dropped share
+    (``constant``). The last two equal a smaller learning rate."""
+    compensate: Compensate | None = None
+    """How dropped samples are made up for: they come back (``resample``), training
+    lasts longer (``extra_steps``), or more micro-batches are planned (``batch``)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.threshold_s == "auto"
+            or (
+                isinstance(self.threshold_s, int | float)
+                and self.threshold_s > 0.0
+                and math.isfinite(self.threshold_s)
+            ),
+            "threshold_s is 'auto' or a positive number of seconds, not "
+            f"{self.threshold_s!r}",
+        )
+        require(
+            0.0 <= self.max_drop <= 1.0,
+            f"max_drop is a share in [0, 1], not {self.max_drop}",
+        )
+        for name, value, least in (
+            ("calibration_steps", self.calibration_steps, 1),
+            ("warmup_steps", self.warmup_steps, 0),
+            ("retune_every", self.retune_every, 1),
+        ):
+            require(
+                isinstance(value, int) and value >= least,
+                f"{name} is {least} or more steps, not {value}",
+            )
+        _check_choices(
+            ("preempt", self.preempt, ("micro_batch", "backward")),
+            ("partial", self.partial, ("keep", "discard")),
+            ("normalize", self.normalize, ("computed", "planned", "constant")),
+        )
+        if self.compensate is not None:
+            _check_choices(
+                ("compensate", self.compensate, ("resample", "extra_steps", "batch"))
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +153,12 @@ class LossBound:
             self.frequency >= 1, f"frequency is 1 or more rounds, not {self.frequency}"
         )
         require(self.window >= 1, f"window is 1 or more rounds, not {self.window}")
-        for name, value, allowed in (
+        _check_choices(
             ("test", self.test, ("change", "drop")),
             ("compare", self.compare, ("step", "check")),
             ("holes", self.holes, ("zero", "received_mean")),
             ("order", self.order, ("rotate", "fixed", "norm")),
-        ):
-            require(value in allowed, f"{name} is one of {allowed}, not {value!r}")
+        )
 
     @property
     def is_fixed(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one record per round and per step, as JSON lines.
+"""What a run leaves behind: a record per round, step, decision, epoch, as JSON lines.
 
 Everything that draws or exports reads nothing else. Times are seconds, durations are
 measured on one clock of one process, counts are of chunks unless a name says bytes.
@@ -102,9 +102,70 @@ class StepReport(
     """Chunks that this rank's gradient lost, over all its chunks."""
     loss: float | None = None
     """Training loss, if the caller told it and it was finite."""
+    planned: int = 0
+    """Micro-batches that this rank planned (M); 0 in records of older versions."""
+    computed: int = 0
+    """Those that it finished before the threshold."""
+    total_planned: int = 0
+    """``planned``, summed over ranks."""
+    total_computed: int = 0
+    """``computed``, summed over ranks."""
+    threshold_s: float | None = None
+    """Compute time after which this step was cut (tau); None: it was not bounded."""
+    overshoot_s: float | None = None
+    """How long after the threshold this rank stopped; None: it was not cut."""
+    partial_share: float = 0.0
+    """Share of the parameters that an unfinished micro-batch reached; with
+    ``preempt="backward"``."""
+    latency_s: tuple[float, ...] = ()
+    """Compute time of each finished micro-batch; waiting for peers never counts."""
 
     def __post_init__(self) -> None:
         restore_nan(self, "norm", self.norm)
+
+
+class ThresholdReport(
+    msgspec.Struct, frozen=True, kw_only=True, tag="threshold", tag_field="kind"
+):
+    """What the compute bound decided after a step, and what its last choice brought.
+
+    Written by every rank, with equal content, after the calibration, after every
+    ``retune_every`` steps, and by the last step. Letters: W ranks, K points of a curve.
+    """
+
+    run: str = ""
+    rank: int
+    step: int
+    """The step after which it was decided."""
+    threshold_s: float | None
+    """In force from the next step; None: nothing to gain, so none."""
+    predicted_step_s: float | None
+    """Mean time of a step (compute and exchange) with this threshold."""
+    predicted_speedup: float | None
+    """Effective speedup (spec C3): steps are faster, and count for less."""
+    predicted_drop: float | None
+    """Expected share of dropped micro-batches."""
+    calibration_step_s: float | None
+    """Mean time of a calibration step (compute and exchange); None before."""
+    realised_step_s: float | None
+    """The same over the bounded steps since the last report; None: there were none."""
+    realised_speedup: float | None
+    """calibration_step_s / realised_step_s, times the share that was kept."""
+    dropped_share_W: tuple[float, ...]
+    """Share of dropped micro-batches of each rank since the last report."""
+    relative_score_W: tuple[float, ...]
+    """Fastest rank's mean micro-batch time over this rank's, 0 to 1: 1 is fastest."""
+    individual_score_W: tuple[float, ...]
+    """Best mean that this rank ever had over its mean now, 0 to 1: 1 is its best."""
+    persistent_stragglers: tuple[int, ...]
+    """Ranks that are slow all the time: no threshold helps, see ``verdict``."""
+    verdict: str
+    """The decision in a sentence."""
+    imputed_share: float = 0.0
+    """Share of samples that a threshold had cut and that were filled in."""
+    curve_threshold_s_K: tuple[float, ...] = ()
+    curve_speedup_K: tuple[float, ...] = ()
+    curve_drop_K: tuple[float, ...] = ()
 
 
 class EpochReport(
@@ -131,7 +192,7 @@ class EpochReport(
         restore_nan(self, "metric", self.metric)
 
 
-Record = RoundReport | StepReport | EpochReport
+Record = RoundReport | StepReport | ThresholdReport | EpochReport
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)

@@ -12,7 +12,7 @@ import msgspec
 from tailbound.errors import TailboundError
 from tailbound.lab.children import Child, Children
 from tailbound.lab.orders import Broken, Done, Ready, Role, ServerOrder, WorkerOrder
-from tailbound.records import EpochReport, RecordWriter, RoundReport, StepReport
+from tailbound.records import EpochReport, Record, RecordWriter, StepReport
 
 T = TypeVar("T", Ready, Done)
 
@@ -99,7 +99,7 @@ class Crew:
             progress: told when the server is there, and of rank 0's steps and epochs.
         """
 
-        def take(record: RoundReport | StepReport | EpochReport) -> None:
+        def take(record: Record) -> None:
             write(record)
             if record.rank == 0 and isinstance(record, StepReport):
                 progress.step(record.run, record)
@@ -124,7 +124,7 @@ class Crew:
         children: list[Child],
         kind: type[T],
         silence_s: float,
-        take: Callable[[RoundReport | StepReport | EpochReport], None],
+        take: Callable[[Record], None],
     ) -> list[T]:
         """Wait for an answer of this kind from each; records are taken meanwhile."""
         early, self._early = self._early, []
@@ -152,7 +152,7 @@ class Crew:
         return [answers[child] for child in children]
 
 
-def _ignore(record: RoundReport | StepReport | EpochReport) -> None:
+def _ignore(record: Record) -> None:
     """No run, no records."""
 
 

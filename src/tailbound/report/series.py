@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tailbound.records import EpochReport, Record, RoundReport, StepReport
+from tailbound.records import (
+    EpochReport,
+    Record,
+    RoundReport,
+    StepReport,
+    ThresholdReport,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -24,6 +30,7 @@ class RunRecords:
     way_in: list[RoundReport] = field(default_factory=list)
     """Rounds from a worker to the server; the way back is exact and not compared."""
     steps: list[StepReport] = field(default_factory=list)
+    thresholds: list[ThresholdReport] = field(default_factory=list)
     epochs: list[EpochReport] = field(default_factory=list)
 
 
@@ -44,6 +51,8 @@ def gather(records: Iterable[Record]) -> dict[str, RunRecords]:
                 run.way_in.append(record)
         elif isinstance(record, StepReport):
             run.steps.append(record)
+        elif isinstance(record, ThresholdReport):
+            run.thresholds.append(record)
         else:
             run.epochs.append(record)
     return runs
