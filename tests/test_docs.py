@@ -11,7 +11,12 @@ import typer
 
 import tailbound
 from tailbound import cli
-from tailbound.records import EpochReport, RoundReport, StepReport
+from tailbound.records import (
+    EpochReport,
+    RoundReport,
+    StepReport,
+    ThresholdReport,
+)
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -89,7 +94,7 @@ def test_every_requirement_and_report_that_the_code_cites_is_explained() -> None
     cited: set[str] = set()
     for path in SOURCES:
         for line in re.findall(r"(?:spec|FIELD) [^\n]*", text(path)):
-            cited |= set(re.findall(r"\b(?:N\d{1,2}|[SA]\d{2})\b", line))
+            cited |= set(re.findall(r"\b(?:[NC]\d{1,2}|[SA]\d{2})\b", line))
     explained = text(ROOT / "docs" / "design" / "sources.md")
 
     assert cited
@@ -119,7 +124,7 @@ def test_the_report_s_page_explains_every_field_of_the_records() -> None:
     explained = set(re.findall(r"`(\w+)`", text(ROOT / "docs" / "guide" / "report.md")))
     fields = {
         field.name
-        for record in (RoundReport, StepReport, EpochReport)
+        for record in (RoundReport, StepReport, ThresholdReport, EpochReport)
         for field in msgspec.structs.fields(record)
     }
 

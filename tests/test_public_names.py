@@ -13,6 +13,7 @@ import tailbound
 
 PUBLIC = [
     "BurstLoss",
+    "ComputeBound",
     "ConfigError",
     "EpochReport",
     "GilbertElliottLoss",
@@ -21,21 +22,25 @@ PUBLIC = [
     "IndependentLoss",
     "Job",
     "JobClosedError",
+    "LocalSGD",
     "LossBound",
     "MissingExtraError",
     "PeerLostError",
     "PeerProtocolError",
     "RecordWriter",
     "RemoteError",
+    "ResamplingSampler",
     "RoundReport",
     "RoundTimeoutError",
     "Server",
     "ShapeError",
     "StepReport",
     "TailboundError",
+    "ThresholdReport",
     "Transport",
     "UnreachableError",
     "attach",
+    "record_latencies",
 ]
 HEAVY = ("torch", "matplotlib", "numpy", "msgspec", "rich", "typer")
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tailbound.config import LossBound, Transport
+    from tailbound.config import ComputeBound, LossBound, Transport
     from tailbound.errors import (
         ConfigError,
         HandshakeError,
@@ -28,17 +28,31 @@ if TYPE_CHECKING:
         Impairments,
         IndependentLoss,
     )
-    from tailbound.records import EpochReport, RecordWriter, RoundReport, StepReport
-    from tailbound.training.job import Job, attach
+    from tailbound.records import (
+        EpochReport,
+        RecordWriter,
+        RoundReport,
+        StepReport,
+        ThresholdReport,
+    )
+    from tailbound.training.attaching import attach
+    from tailbound.training.job import Job
+    from tailbound.training.local_sgd import LocalSGD
+    from tailbound.training.record import record_latencies
+    from tailbound.training.samplers import ResamplingSampler
     from tailbound.transport.group import Server
 
 __version__ = "0.1.0"
 
 _HOME = {
     # the job
-    "attach": "training.job",
+    "attach": "training.attaching",
     "Job": "training.job",
+    "LocalSGD": "training.local_sgd",
+    "ResamplingSampler": "training.samplers",
+    "record_latencies": "training.record",
     # settings
+    "ComputeBound": "config",
     "LossBound": "config",
     "Transport": "config",
     # records
@@ -46,6 +60,7 @@ _HOME = {
     "RecordWriter": "records",
     "RoundReport": "records",
     "StepReport": "records",
+    "ThresholdReport": "records",
     # the server as an object
     "Server": "transport.group",
     # a bad network, for tests
@@ -69,6 +84,7 @@ _HOME = {
 
 __all__ = [
     "BurstLoss",
+    "ComputeBound",
     "ConfigError",
     "EpochReport",
     "GilbertElliottLoss",
@@ -77,21 +93,25 @@ __all__ = [
     "IndependentLoss",
     "Job",
     "JobClosedError",
+    "LocalSGD",
     "LossBound",
     "MissingExtraError",
     "PeerLostError",
     "PeerProtocolError",
     "RecordWriter",
     "RemoteError",
+    "ResamplingSampler",
     "RoundReport",
     "RoundTimeoutError",
     "Server",
     "ShapeError",
     "StepReport",
     "TailboundError",
+    "ThresholdReport",
     "Transport",
     "UnreachableError",
     "attach",
+    "record_latencies",
 ]
 
 

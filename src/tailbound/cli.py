@@ -123,13 +123,29 @@ def demo(
         float, typer.Option(help="Bound outside the critical regime.")
     ] = 0.408,
     mtu: Annotated[int, typer.Option(help="Bytes of an IP packet.")] = 1500,
-    seed: Annotated[int, typer.Option(help="Of model, data and losses.")] = 0,
+    stragglers: Annotated[
+        bool, typer.Option("--stragglers", help="Slow workers too: four runs.")
+    ] = False,
+    delay_ms: Annotated[
+        float | None, typer.Option(help="Of a micro-batch without delay; default 4.")
+    ] = None,
+    preempt: Annotated[
+        str | None, typer.Option(help="Cut in the backward, or at a micro_batch.")
+    ] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(help="Micro-batches to drop at most, 0 to 1.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of model, data, losses, delays.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Run folder; default runs/demo-<time>.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a real model over a lossy network, twice, and show what the bounds do."""
+    """Train a real model over a lossy network and show what the bounds do.
+
+    Twice, with a fixed loss bound and an adaptive one; with --stragglers four times,
+    with neither bound, the compute bound, the network bound, and both.
+    """
     from tailbound.lab.demo import DemoOptions, run_demo
 
     options = DemoOptions(
@@ -146,6 +162,10 @@ def demo(
         mtu=mtu,
         seed=seed,
         out=out,
+        stragglers=stragglers,
+        delay_ms=delay_ms,
+        preempt=preempt,
+        max_drop=max_drop,
     )
     with _shown_progress() as progress:
         summary, folder = run_demo(options, progress)
@@ -340,7 +360,9 @@ def _shown_progress() -> "Iterator[Progress]":
                 bars.remove_task(self.bar)
                 self.is_starting = False
                 bars.start()
-            self.bar = bars.add_task(f"{run} bound", total=steps, state="")
+            names = {"neither": "no bound", "both": "both bounds"}
+            name = names.get(run, f"{run} bound")
+            self.bar = bars.add_task(name, total=steps, state="")
 
         def step(self, run: str, report: StepReport) -> None:
             regime = "critical" if report.critical else "not critical"

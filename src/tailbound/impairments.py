@@ -276,6 +276,8 @@ def make_dropper(loss: LossModel, rng: np.random.Generator) -> Dropper:
         counter_K = counter_K.astype(np.int64, copy=False)
         first_K = hit_R.searchsorted(counter_K, "left")
         hit_K = hit_R.searchsorted(counter_K, "right") > first_K
-        return (rng.random(len(counter_K)) < rate) & hit_K
+        # Drawn for these alone: what happens before a burst does not change it.
+        hit_K[hit_K] = rng.random(int(np.count_nonzero(hit_K))) < rate
+        return hit_K
 
     return drops

@@ -104,19 +104,20 @@ class StepReport(
     """Training loss, if the caller told it and it was finite."""
     planned: int = 0
     """Micro-batches that this rank planned (M); 0 in records of older versions."""
-    computed: int = 0
-    """Those that it finished before the threshold."""
+    computed: float = 0.0
+    """Those that it finished before the threshold, and the part of an unfinished one
+    that is in its gradient, ``partial_share``."""
     total_planned: int = 0
     """``planned``, summed over ranks."""
-    total_computed: int = 0
+    total_computed: float = 0.0
     """``computed``, summed over ranks."""
     threshold_s: float | None = None
     """Compute time after which this step was cut (tau); None: it was not bounded."""
     overshoot_s: float | None = None
     """How long after the threshold this rank stopped; None: it was not cut."""
     partial_share: float = 0.0
-    """Share of the parameters that an unfinished micro-batch reached; with
-    ``preempt="backward"``."""
+    """Share of the gradient's elements that an unfinished micro-batch reached, kept
+    with ``preempt="backward"``; 0 where there is none."""
     latency_s: tuple[float, ...] = ()
     """Compute time of each finished micro-batch; waiting for peers never counts."""
 

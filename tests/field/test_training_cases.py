@@ -22,7 +22,7 @@ from tailbound.errors import RemoteError
 from tailbound.protocol.events import Ended
 from tailbound.protocol.wire import HEADER_BYTES, BucketSpec
 from tailbound.testing import FakeNet
-from tailbound.training.job import MakeExchange, attach_through
+from tailbound.training.attaching import MakeExchange, attach_through
 from tailbound.transport.group import Group, Server
 from training.ranks import (
     TIMEOUT_S,

@@ -23,7 +23,7 @@ from tailbound.impairments import Impairments, IndependentLoss
 from tailbound.lab import datasets
 from tailbound.protocol.wire import VERSION, BucketSpec, Hello, encode_control
 from tailbound.records import read_lines
-from tailbound.training.job import MakeExchange, attach_through
+from tailbound.training.attaching import MakeExchange, attach_through
 from tailbound.transport.group import Server
 from training.ranks import Vector, meet_at, plain_sgd, run_ranks
 

@@ -9,16 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from lab.launched import children_of, is_running, kill
+from tailbound.compute.noise import DelayModel
+from tailbound.config import ComputeBound, LossBound
 from tailbound.errors import ConfigError, MissingExtraError, TailboundError
 from tailbound.lab import datasets
 from tailbound.lab.crew import Progress
-from tailbound.lab.demo import SIZES, DemoOptions, run_demo
+from tailbound.lab.demo import (
+    SIZES,
+    STRAGGLER_SIZES,
+    DemoOptions,
+    Size,
+    run_demo,
+)
 from tailbound.lab.tasks import TASKS
-from tailbound.records import EpochReport, RoundReport, StepReport, read_lines
-from tailbound.report.outcome import RunSettings, Summary
+from tailbound.records import (
+    EpochReport,
+    RoundReport,
+    StepReport,
+    ThresholdReport,
+    read_lines,
+)
+from tailbound.report.outcome import RunSettings, Stragglers, Summary
 
 
 @dataclass
@@ -65,6 +80,25 @@ class Told(Progress):
         ({"mtu": 100}, "mtu is 'auto' or 576 to 65535 bytes, not 100"),
         ({"seed": -1}, "--seed is 0 or more, not -1"),
         ({"timeout_s": 0.0}, "timeout_s is a positive number of seconds, not 0.0"),
+        ({"delay_ms": 4.0}, "--delay-ms goes with --stragglers"),
+        ({"preempt": "backward"}, "--preempt goes with --stragglers"),
+        ({"max_drop": 0.1}, "--max-drop goes with --stragglers"),
+        (
+            {"stragglers": True, "delay_ms": 0.0},
+            "--delay-ms is above 0 and at most 1000 milliseconds, not 0.0",
+        ),
+        (
+            {"stragglers": True, "delay_ms": float("nan")},
+            "--delay-ms is above 0 and at most 1000 milliseconds, not nan",
+        ),
+        (
+            {"stragglers": True, "preempt": "forward"},
+            r"preempt is one of \('micro_batch', 'backward'\), not 'forward'",
+        ),
+        (
+            {"stragglers": True, "max_drop": 1.5},
+            r"max_drop is a share in \[0, 1\], not 1.5",
+        ),
     ],
 )
 def test_an_option_out_of_range_is_refused_by_name(
@@ -75,8 +109,32 @@ def test_an_option_out_of_range_is_refused_by_name(
 
 
 def test_every_task_has_its_sizes() -> None:
-    assert tuple(SIZES) == TASKS
-    assert all(full.epochs >= quick.epochs for full, quick in SIZES.values())
+    assert tuple(SIZES) == tuple(STRAGGLER_SIZES) == TASKS
+    for sizes in (SIZES, STRAGGLER_SIZES):
+        assert all(full.epochs >= quick.epochs for full, quick in sizes.values())
+
+
+def test_slow_workers_take_four_samples_a_micro_batch_and_as_long_as_asked() -> None:
+    options = DemoOptions(stragglers=True, quick=True, epochs=3, delay_ms=2.5)
+
+    assert options.size == Size(epochs=3, batch_size=48)
+    assert options.slow_workers == Stragglers(
+        micro_batches=12, micro_batch_s=0.0025, max_drop=0.1, preempt="backward"
+    )
+    assert DemoOptions().slow_workers is None
+
+
+def test_slow_workers_are_met_with_neither_bound_with_each_and_with_both() -> None:
+    options = DemoOptions(stragglers=True, preempt="micro_batch", max_drop=0.2)
+    compute = ComputeBound(max_drop=0.2)
+    whole, adaptive = LossBound.fixed(0.0), LossBound(window=5)
+
+    assert options.plan_runs() == {
+        "neither": (None, whole),
+        "compute": (compute, whole),
+        "network": (None, adaptive),
+        "both": (compute, adaptive),
+    }
 
 
 # -- before the first process ----------------------------------------------------------
@@ -148,6 +206,21 @@ def test_data_that_cannot_be_used_is_named(
 
     with pytest.raises(ConfigError, match=message):
         run_demo(DemoOptions(task="text", data=tmp_path / data, out=tmp_path / "out"))
+
+    assert not (tmp_path / "out").exists()
+    assert children_of(os.getpid()) == {}
+
+
+@pytest.mark.processes
+def test_a_threshold_needs_more_steps_than_its_calibration(tmp_path: Path) -> None:
+    options = DemoOptions(stragglers=True, epochs=2, out=tmp_path / "out")
+
+    with pytest.raises(
+        ConfigError,
+        match="--epochs is at least 3 here, not 2: an epoch has 9 steps, and the "
+        "threshold comes after 25",
+    ):
+        run_demo(options)
 
     assert not (tmp_path / "out").exists()
     assert children_of(os.getpid()) == {}
@@ -266,6 +339,102 @@ class TestAWholeRun:
 
         assert sorted(processes.values()) == ["rank 0", "rank 1", "server"]
         assert not any(is_running(pid) for pid in processes)
+
+
+@pytest.fixture(scope="module")
+def slow_outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Two slow workers, two epochs of 14 steps; 14 steps are not bounded."""
+    told = Told()
+    options = DemoOptions(
+        stragglers=True,
+        delay_ms=1.0,
+        quick=True,
+        workers=2,
+        epochs=2,
+        rtt_ms=0.0,
+        out=tmp_path_factory.mktemp("runs") / "slow",
+    )
+    return Outcome(*run_demo(options, told), told)
+
+
+STRAGGLER_RUNS = ("neither", "compute", "network", "both")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.sockets
+class TestSlowWorkers:
+    def test_all_four_runs_train_all_steps_on_every_rank(
+        self, slow_outcome: Outcome
+    ) -> None:
+        records = list(read_lines(slow_outcome.folder / "rounds.jsonl"))
+
+        assert slow_outcome.told.begun == [(run, 28) for run in STRAGGLER_RUNS]
+        for run in STRAGGLER_RUNS:
+            for rank in (0, 1):
+                own = [one for one in records if (one.run, one.rank) == (run, rank)]
+                steps = [one for one in own if isinstance(one, StepReport)]
+                assert [one.step for one in steps] == list(range(1, 29))
+                assert {one.planned for one in steps} == {12}
+
+    def test_a_threshold_is_chosen_after_the_calibration_and_reviewed_at_the_end(
+        self, slow_outcome: Outcome
+    ) -> None:
+        decided = [
+            (one.run, one.rank, one.step)
+            for one in read_lines(slow_outcome.folder / "rounds.jsonl")
+            if isinstance(one, ThresholdReport)
+        ]
+
+        assert sorted(decided) == [
+            (run, rank, step)
+            for run in ("both", "compute")
+            for rank in (0, 1)
+            for step in (14, 28)
+        ]
+
+    def test_only_bounded_runs_drop_and_only_with_a_threshold(
+        self, slow_outcome: Outcome
+    ) -> None:
+        for one in read_lines(slow_outcome.folder / "rounds.jsonl"):
+            if isinstance(one, StepReport):
+                may_drop = one.run in ("compute", "both") and one.step > 14
+                assert may_drop or one.computed == one.planned
+                assert may_drop or one.threshold_s is None
+
+    def test_without_the_network_bound_every_chunk_arrives(
+        self, slow_outcome: Outcome
+    ) -> None:
+        lost = {
+            one.run: one.missing
+            for one in read_lines(slow_outcome.folder / "rounds.jsonl")
+            if isinstance(one, RoundReport) and one.missing
+        }
+
+        assert lost.keys() == {"network", "both"}
+
+    def test_a_rank_is_slowed_down_alike_in_every_run(
+        self, slow_outcome: Outcome
+    ) -> None:
+        """Before the threshold: no micro-batch is shorter than its delay says."""
+        first: dict[str, list[float]] = {run: [] for run in STRAGGLER_RUNS}
+        for one in read_lines(slow_outcome.folder / "rounds.jsonl"):
+            if isinstance(one, StepReport) and one.rank == 0 and one.step <= 14:
+                first[one.run] += one.latency_s
+
+        fastest = [min(times) for times in zip(*first.values(), strict=True)]
+        delays = np.random.default_rng([0, 0])
+        eps = DelayModel(0.001).sample(delays, 14 * 12)
+        assert min(np.array(fastest) - 0.001 - eps) > -1e-4
+
+    def test_it_says_how_workers_were_slowed_down(self, slow_outcome: Outcome) -> None:
+        text = (slow_outcome.folder / "settings.json").read_bytes()
+        settings = msgspec.json.decode(text, type=RunSettings)
+
+        assert settings.stragglers == Stragglers(
+            micro_batches=12, micro_batch_s=0.001, max_drop=0.1, preempt="backward"
+        )
+        assert (settings.batch_size, settings.epochs) == (48, 2)
 
 
 @pytest.mark.slow

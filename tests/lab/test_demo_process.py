@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from tailbound.config import LossBound, Transport
+from tailbound.config import ComputeBound, LossBound, Transport
 from tailbound.lab.demo_process import follow, write_answer
 from tailbound.lab.orders import (
     Answer,
@@ -22,7 +22,8 @@ from tailbound.lab.orders import (
     WorkerOrder,
 )
 from tailbound.protocol.wire import BucketSpec
-from tailbound.records import EpochReport, StepReport
+from tailbound.records import EpochReport, StepReport, ThresholdReport
+from tailbound.report.outcome import Stragglers
 from tailbound.transport.group import Group
 
 GOOD = Conditions(rtt_ms=0, loss=0, burst=0, burst_rounds=(), mtu=1500, seed=3)
@@ -81,6 +82,30 @@ def test_a_worker_trains_and_tells_steps_and_epochs() -> None:
     assert epoch.train_s > 0.0
     assert len(epoch.digest) == 16
     assert (heard.answers[0], heard.answers[-1]) == (Ready(), Done())
+
+
+@pytest.mark.slow
+def test_a_slow_worker_waits_in_its_micro_batches_and_is_cut_by_its_bound() -> None:
+    """Twelve micro-batches of 0.5 ms or more do not fit into 3 ms."""
+    heard = Heard()
+    order = msgspec.structs.replace(
+        training(),
+        run="compute",
+        compute=ComputeBound(threshold_s=0.003, preempt="backward"),
+        stragglers=Stragglers(
+            micro_batches=12, micro_batch_s=0.0005, max_drop=0.1, preempt="backward"
+        ),
+    )
+
+    assert follow(lines(order), "worker", heard) == 0
+
+    steps = [one for one in heard.answers if isinstance(one, StepReport)]
+    assert {step.planned for step in steps} == {12}
+    assert min(latency_s for step in steps for latency_s in step.latency_s) > 0.0005
+    assert all(step.overshoot_s is not None for step in steps)
+    assert max(step.computed for step in steps) < 6.0
+    (last,) = (one for one in heard.answers if isinstance(one, ThresholdReport))
+    assert (last.run, last.step, last.threshold_s) == ("compute", 11, 0.003)
 
 
 def test_what_a_worker_cannot_do_is_told_in_one_line() -> None:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tailbound.config import LossBound
+from tailbound.config import ComputeBound, LossBound
 from tailbound.impairments import BurstLoss, IndependentLoss
 from tailbound.lab.orders import (
     Answer,
@@ -14,7 +14,8 @@ from tailbound.lab.orders import (
     ServerOrder,
     WorkerOrder,
 )
-from tailbound.records import EpochReport
+from tailbound.records import EpochReport, ThresholdReport
+from tailbound.report.outcome import Stragglers
 
 BAD = Conditions(
     rtt_ms=3.0, loss=0.02, burst=0.7, burst_rounds=(9, 20), mtu=1500, seed=4
@@ -63,6 +64,20 @@ def test_a_good_network_impairs_nothing() -> None:
             timeout_s=30.0,
             conditions=BAD,
         ),
+        WorkerOrder(
+            run="both",
+            task="digits",
+            data=None,
+            epochs=2,
+            batch_size=48,
+            bound=LossBound.fixed(0.0),
+            compute=ComputeBound(max_drop=0.1, preempt="backward"),
+            stragglers=Stragglers(
+                micro_batches=12, micro_batch_s=0.004, max_drop=0.1, preempt="backward"
+            ),
+            timeout_s=30.0,
+            conditions=BAD,
+        ),
     ],
 )
 def test_an_order_comes_out_of_json_as_it_went_in(
@@ -88,6 +103,22 @@ def test_an_order_comes_out_of_json_as_it_went_in(
             metric_name="accuracy",
             train_s=1.0,
             digest="ab",
+        ),
+        ThresholdReport(
+            rank=1,
+            step=14,
+            threshold_s=0.07,
+            predicted_step_s=0.08,
+            predicted_speedup=1.1,
+            predicted_drop=0.09,
+            calibration_step_s=0.1,
+            realised_step_s=None,
+            realised_speedup=None,
+            dropped_share_W=(0.0, 0.0),
+            relative_score_W=(1.0, 0.9),
+            individual_score_W=(1.0, 1.0),
+            persistent_stragglers=(),
+            verdict="bounded",
         ),
     ],
 )

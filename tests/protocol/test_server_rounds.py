@@ -175,13 +175,24 @@ def test_a_rank_with_nothing_is_not_waited_for() -> None:
     assert mean_values(rounds, rank=1) == [3.0] * 7
 
 
+def test_the_counts_of_all_ranks_are_told_with_the_mean() -> None:
+    rounds = make_rounds()
+    rounds.begin(0, Begin(1, 0, 3.0, None, 1.0, 2.5, 4), 0.0)
+    rounds.begin(1, Begin(1, 0, 0.0, None, 1.0, 0.0, 3), 0.0)
+    give(rounds, 0, 3.0)
+
+    mean = finish(rounds)
+
+    assert (mean.total_computed, mean.total_planned) == (2.5, 7)
+
+
 def test_a_round_in_which_nobody_has_anything_is_skipped() -> None:
     rounds = make_rounds(LossBound())
     begin(rounds, 0, 0.0)
     begin(rounds, 1, 0.0)
 
     assert finish(rounds) == Mean(
-        1, 0, 0.0, 0.008, True, 0.0, None, "skipped: no rank had anything"
+        1, 0, 0.0, 0.008, True, 0.0, None, "skipped: no rank had anything", 2.0, 2
     )
     assert rounds.sender(0) is None
     assert rounds.key.counter == 2

@@ -73,8 +73,8 @@ MESSAGES: tuple[Message, ...] = (
     ),
     PingSeen(1472),
     Start(1448, 524288),
-    Begin(1, 0, 32.0, 0.125, 1.0),
-    Mean(1, 0, 96.0, 0.5, False, 2.0, None, "no check"),
+    Begin(1, 0, 32.0, 0.125, 1.0, 3.0, 4),
+    Mean(1, 0, 96.0, 0.5, False, 2.0, None, "no check", 7.0, 8),
     Probe(*KEY),
     Bitmap(*KEY, b"\xff\x60"),
     Stop(*KEY, b"\xff\xe0"),
@@ -277,6 +277,29 @@ def test_a_weight_or_loss_scale_out_of_range_is_seen(
     weight: float, loss_scale: float
 ) -> None:
     assert not Begin(1, 0, weight, None, loss_scale).is_in_range
+
+
+@pytest.mark.parametrize(
+    ("computed", "planned", "expected"),
+    [
+        (0.0, 0, True),
+        (2.5, 3, True),
+        (3.0, 3, True),
+        (3.1, 3, False),
+        (-0.5, 3, False),
+        (float("nan"), 3, False),
+        (1.0, 10**9 + 1, False),
+    ],
+)
+def test_no_more_is_computed_than_was_planned(
+    computed: float, planned: int, expected: bool
+) -> None:
+    begin = Begin(1, 0, 1.0, None, 1.0, computed, planned)
+    mean = Mean(1, 0, 1.0, 0.0, False, 1.0, None, "", computed, planned)
+
+    assert begin.is_in_range is expected
+    # A sum over ranks has no limit of its own.
+    assert mean.is_in_range is (expected or planned > 10**9)
 
 
 @pytest.mark.parametrize(

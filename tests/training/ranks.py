@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from tailbound.config import LossBound, Transport
 from tailbound.protocol.wire import BucketSpec
+from tailbound.training.attaching import MakeExchange
 from tailbound.training.exchange import Exchange, GroupExchange
-from tailbound.training.job import MakeExchange
 from tailbound.transport.group import Group, Server
 
 EXACT = LossBound.fixed(0.0)

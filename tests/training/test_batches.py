@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tailbound.errors import ConfigError
-from tailbound.training.batches import split_batch
+from tailbound.training.batches import num_samples, split_batch
 
 
 class Pair(NamedTuple):
@@ -24,14 +24,14 @@ Y_5 = torch.arange(5)
 
 
 def test_a_tensor_gives_tensors_that_differ_by_one_at_most() -> None:
-    parts = list(split_batch(X_5, 2))
+    parts = split_batch(X_5, 2)
 
     assert [part.tolist() for part in parts] == [rows(0, 3), rows(3, 5)]
 
 
 @pytest.mark.parametrize("make", [tuple, list])
 def test_a_tuple_or_list_keeps_its_type_and_pairs_samples(make: type) -> None:
-    parts = list(split_batch(make((X_5, Y_5)), 2))
+    parts = split_batch(make((X_5, Y_5)), 2)
 
     assert [type(part) for part in parts] == [make, make]
     assert parts[1][0].tolist() == rows(3, 5)
@@ -62,7 +62,7 @@ def test_no_samples_give_no_micro_batch() -> None:
 
 
 def test_the_parts_are_views() -> None:
-    part = next(split_batch(X_5, 2))
+    part = split_batch(X_5, 2)[0]
 
     assert part.untyped_storage().data_ptr() == X_5.untyped_storage().data_ptr()
 
@@ -84,3 +84,8 @@ def test_the_parts_are_views() -> None:
 def test_what_cannot_be_split_is_refused_at_once(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split_batch(batch, 2)
+
+
+@pytest.mark.parametrize("batch", [X_5, (X_5, Y_5), {"x": X_5, "label": Y_5}])
+def test_a_batch_has_as_many_samples_as_its_first_axis_is_long(batch: Any) -> None:
+    assert num_samples(batch) == 5

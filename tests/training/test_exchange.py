@@ -32,7 +32,13 @@ def reduce(
     loss_scale: float = 1.0,
 ) -> Reduced:
     return exchange.all_reduce(
-        flat, np.zeros(0), weight, learning_rate=None, loss_scale=loss_scale
+        flat,
+        np.zeros(0),
+        weight,
+        learning_rate=None,
+        loss_scale=loss_scale,
+        computed=1.5,
+        planned=2,
     )
 
 
@@ -49,7 +55,7 @@ def test_the_mean_is_the_sum_over_the_weight(exchange: ExactExchange) -> None:
     reduced = reduce(exchange, flat, 2.0)
 
     assert flat.tolist() == [3.0, -4.0]
-    assert reduced == Reduced(0, 0, 2.0, 0.0, True, 5.0, None, "exact", ())
+    assert reduced == Reduced(0, 0, 2.0, 0.0, True, 5.0, None, "exact", (), 1.5, 2)
 
 
 def test_without_any_weight_nothing_is_divided(exchange: ExactExchange) -> None:
@@ -98,7 +104,7 @@ def test_a_destroyed_process_group_is_a_lost_peer(
     dist.destroy_process_group()
 
     with pytest.raises(PeerLostError, match="during an exact average"):
-        process_group.average(torch.zeros(1), 1.0)
+        process_group.average(torch.zeros(1), (1.0, 1.0, 1.0))
     with pytest.raises(PeerLostError, match="during an all-gather"):
         process_group.all_gather(b"")
 

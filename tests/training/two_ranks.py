@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 
 import tailbound
+from tailbound.protocol.wire import BucketSpec
+from tailbound.training.attaching import attach_through
+from tailbound.training.exchange import Exchange, ProcessGroupExchange
+from training.fakes import HandClock
 from training.ranks import EXACT, Vector, build_mlp, plain_sgd
 
 
@@ -64,8 +68,87 @@ def failing() -> None:
             job.step()
 
 
+def ddp_threshold() -> None:
+    """S01: a DDP module, whole and then with rank 1 cut after one of three."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    x_M1 = torch.tensor([[2.0, 6.0, 1.0], [10.0, 14.0, 3.0]][rank]).view(3, 1)
+    hand = HandClock()
+    model = torch.nn.parallel.DistributedDataParallel(Vector())
+    exchanges: list[str] = []
+    told: dict[str, list[float]] = {"grads": [], "exchanges": []}
+
+    def make(specs: tuple[BucketSpec, ...]) -> Exchange:
+        return CountingExchange(exchanges)
+
+    with attach_through(
+        make,
+        model,
+        plain_sgd(model),
+        micro_batches=3,
+        compute=tailbound.ComputeBound(threshold_s=1.0),
+        clock=hand.clock(),
+    ) as job:
+        for late_s in (0.0, 2.0):
+            before = model.module.w.item()
+            exchanges.clear()
+            for x in job.micro_batches(x_M1):
+                job.backward(model(x))
+                hand.pass_s(late_s * rank)
+            job.step()
+            told["grads"].append(before - model.module.w.item())
+            told["exchanges"].append(len(exchanges))
+    # DDP reduces again: the mean of 1 and 3.
+    model.module.zero_grad()
+    model(torch.tensor([[1.0 + 2.0 * rank]])).backward()
+    told["ddp_again"] = [
+        float(p.grad) for p in model.parameters() if p.grad is not None
+    ]
+    dist.destroy_process_group()
+    print(json.dumps(told))
+
+
+class CountingExchange(ProcessGroupExchange):
+    """Notes every average."""
+
+    def __init__(self, exchanges: list[str]) -> None:
+        super().__init__()
+        self._exchanges = exchanges
+
+    def average(self, flat: torch.Tensor, told: tuple[float, ...]) -> tuple[float, ...]:
+        """See ProcessGroupExchange."""
+        self._exchanges.append("average")
+        return super().average(flat, told)
+
+
+def buffers() -> None:
+    """A14: batch norm in DDP; rank 1 does 1 of 4 micro-batches, then 0 of 4."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    norm = torch.nn.BatchNorm1d(1)
+    model = torch.nn.parallel.DistributedDataParallel(norm)
+    told = []
+    with tailbound.attach(
+        model, plain_sgd(model, 0.0), micro_batches=4, network=None
+    ) as job:
+        for num in (1, 0):
+            for number, x in enumerate(job.micro_batches(torch.ones(8, 1))):
+                if rank == 1 and number >= num:
+                    break
+                job.backward(model(x * (1.0 + 4.0 * rank)).sum())
+            job.step()
+            assert norm.running_mean is not None
+            told.append(float(norm.running_mean))
+    dist.destroy_process_group()
+    print(json.dumps(told))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"networks": both_networks, "forgotten": forgotten, "failing": failing}[
-        sys.argv[1]
-    ]()
+    {
+        "networks": both_networks,
+        "forgotten": forgotten,
+        "failing": failing,
+        "ddp_threshold": ddp_threshold,
+        "buffers": buffers,
+    }[sys.argv[1]]()

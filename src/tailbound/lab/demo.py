@@ -1,7 +1,8 @@
-"""The demo: one server, three workers, a bad network; fixed bound against adaptive.
+"""The demo: one server, three workers, a bad network; what the bounds do.
 
-Trains a real model on real data twice over real sockets, with the same seeds: once
-with a fixed loss bound (MLT) and once with the phase-aware one (DBLP). Writes
+Trains a real model on real data several times over real sockets, with the same seeds:
+with a fixed loss bound (MLT) and with the phase-aware one (DBLP); or, with slow workers
+besides, with neither bound, the compute bound, the network bound, and both. Writes
 settings.json and rounds.jsonl as it goes, then summary.json and report.html.
 """
 
@@ -9,22 +10,23 @@ import platform
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
-from tailbound.config import LossBound, Transport, require
+from tailbound.config import ComputeBound, LossBound, Preempt, Transport, require
 from tailbound.errors import ConfigError, MissingExtraError, TailboundError
 from tailbound.lab.children import Children
 from tailbound.lab.crew import Crew, Progress
 from tailbound.lab.orders import Conditions, ServerOrder, WorkerOrder
 from tailbound.records import RecordWriter
 from tailbound.report.build import RECORDS, SETTINGS, build_report, read_run
-from tailbound.report.outcome import RunSettings, Summary
+from tailbound.report.outcome import RunSettings, Stragglers, Summary
 
 WINDOW = 5
 """Norms averaged by the detector. On small batches a single step's norm changes by
@@ -32,6 +34,12 @@ half in one of seven steps for no reason; a mean of five in one of two hundred."
 MAX_WORKERS = 32
 BURST_AT = (0.35, 0.75)
 """Where the two bursts strike, as shares of all steps: after the critical start."""
+MICRO_BATCHES = 12
+"""Of a worker's step with slow workers: the paper's accumulations."""
+DELAY_MS, PREEMPT, MAX_DROP = 4.0, "backward", 0.10
+"""With slow workers: defaults of the options of these names."""
+CALIBRATION = ((5, 20), (2, 12))
+"""Steps of warm-up and of calibration before the threshold; full, quick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,14 @@ SIZES: dict[str, tuple[Size, Size]] = {
     "mnist1d": (Size(10, 32), Size(3, 32)),
     "text": (Size(1, 8), Size(1, 8)),
     "cifar10": (Size(2, 32), Size(1, 32)),
+}
+STRAGGLER_SIZES: dict[str, tuple[Size, Size]] = {
+    # 200 to 300 steps of two processors that two workers share, and about 70. One sample
+    # a micro-batch, so that its compute is short beside the delay.
+    "digits": (Size(7, 12), Size(2, 12)),
+    "mnist1d": (Size(3, 12), Size(1, 12)),
+    "text": (Size(4, 48), Size(1, 48)),
+    "cifar10": (Size(1, 48), Size(1, 48)),
 }
 
 
@@ -69,6 +85,11 @@ class DemoOptions:
     seed: int = 0
     timeout_s: float = 30.0
     out: Path | None = None
+    stragglers: bool = False
+    """Slow workers, and four runs; what follows goes with it, None is the default."""
+    delay_ms: float | None = None
+    preempt: str | None = None
+    max_drop: float | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -92,14 +113,67 @@ class DemoOptions:
             require(0.0 <= value < 1.0, f"{name} is a share in [0, 1), not {value}")
         require(self.seed >= 0, f"--seed is 0 or more, not {self.seed}")
         # Their own checks name the value; better now than in four processes.
-        LossBound(p_low=self.p_low, p_high=self.p_high)
         Transport(mtu=self.mtu, timeout_s=self.timeout_s)
+        for name in ("delay_ms", "preempt", "max_drop"):
+            require(
+                self.stragglers or getattr(self, name) is None,
+                f"--{name.replace('_', '-')} goes with --stragglers",
+            )
+        slow = self.slow_workers
+        require(
+            slow is None or 0.0 < slow.micro_batch_s <= 1.0,
+            f"--delay-ms is above 0 and at most 1000 milliseconds, not {self.delay_ms}",
+        )
+        self.plan_runs()
+
+    @property
+    def size(self) -> Size:
+        """How long each run trains."""
+        sizes = STRAGGLER_SIZES if self.stragglers else SIZES
+        size = sizes[self.task][self.quick]
+        return size if self.epochs is None else replace(size, epochs=self.epochs)
+
+    @property
+    def slow_workers(self) -> Stragglers | None:
+        """How workers are slowed down; None: they are not."""
+        if not self.stragglers:
+            return None
+        delay_ms = DELAY_MS if self.delay_ms is None else self.delay_ms
+        return Stragglers(
+            micro_batches=MICRO_BATCHES,
+            micro_batch_s=delay_ms / 1e3,
+            max_drop=MAX_DROP if self.max_drop is None else self.max_drop,
+            preempt=PREEMPT if self.preempt is None else self.preempt,
+        )
+
+    def plan_runs(self) -> dict[str, tuple[ComputeBound | None, LossBound]]:
+        """The runs and their bounds, in order."""
+        adaptive = LossBound(p_low=self.p_low, p_high=self.p_high, window=WINDOW)
+        slow = self.slow_workers
+        if slow is None:
+            # The fixed run detects too, and ignores it: both show the same regimes.
+            fixed = replace(adaptive, p_high=self.p_low)
+            return {"fixed": (None, fixed), "adaptive": (None, adaptive)}
+        warmup_steps, calibration_steps = CALIBRATION[self.quick]
+        compute = ComputeBound(
+            max_drop=slow.max_drop,
+            warmup_steps=warmup_steps,
+            calibration_steps=calibration_steps,
+            preempt=cast(Preempt, slow.preempt),
+        )
+        whole = LossBound.fixed(0.0)
+        return {
+            "neither": (None, whole),
+            "compute": (compute, whole),
+            "network": (None, adaptive),
+            "both": (compute, adaptive),
+        }
 
 
 def run_demo(
     options: DemoOptions, progress: Progress | None = None
 ) -> tuple[Summary, Path]:
-    """Run both trainings and write the run folder.
+    """Train all runs and write the run folder.
 
     Args:
         options: what to run.
@@ -122,9 +196,8 @@ def run_demo(
         if options.task == "mnist1d" and data is None:
             # Generating it takes seconds: once for all processes.
             data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        size = SIZES[options.task][1 if options.quick else 0]
-        epochs = options.epochs or size.epochs
-        steps = epochs * _steps_per_epoch(options, data, size.batch_size)
+        size = options.size
+        steps = size.epochs * _steps_per_epoch(options, data)
         conditions = Conditions(
             rtt_ms=options.rtt_ms,
             loss=options.loss,
@@ -133,16 +206,11 @@ def run_demo(
             mtu=options.mtu,
             seed=options.seed,
         )
-        # The fixed run detects too, and ignores it: both pages show the same regimes.
-        bounds = {
-            run: LossBound(p_low=options.p_low, p_high=p_high, window=WINDOW)
-            for run, p_high in (("fixed", options.p_low), ("adaptive", options.p_high))
-        }
-        settings = _settings(options, epochs, size, conditions, bounds["adaptive"])
+        settings = _settings(options, conditions)
         write = stack.enter_context(_open_folder(out, settings))
         try:
             crew.wait_ready()
-            for run, bound in bounds.items():
+            for run, (compute, network) in options.plan_runs().items():
                 crew.run(
                     ServerOrder(
                         run=run,
@@ -154,9 +222,11 @@ def run_demo(
                         run=run,
                         task=options.task,
                         data=None if data is None else str(data),
-                        epochs=epochs,
+                        epochs=size.epochs,
                         batch_size=size.batch_size,
-                        bound=bound,
+                        bound=network,
+                        compute=compute,
+                        stragglers=options.slow_workers,
                         timeout_s=options.timeout_s,
                         conditions=conditions,
                     ),
@@ -178,17 +248,26 @@ def _require_plots() -> None:
         )
 
 
-def _steps_per_epoch(options: DemoOptions, data: Path | None, batch_size: int) -> int:
+def _steps_per_epoch(options: DemoOptions, data: Path | None) -> int:
     from tailbound.lab.tasks import load_task
 
     task = load_task(options.task, data=data)
+    batch_size = options.size.batch_size
     most = task.num_train // batch_size
     require(
         options.workers <= most,
         f"--workers is at most {most} for the samples of {options.task}, "
         f"not {options.workers}",
     )
-    return task.steps_per_epoch(world_size=options.workers, batch_size=batch_size)
+    steps = task.steps_per_epoch(world_size=options.workers, batch_size=batch_size)
+    least = sum(CALIBRATION[options.quick]) // steps + 1
+    require(
+        not options.stragglers or options.size.epochs >= least,
+        f"--epochs is at least {least} here, not {options.size.epochs}: an epoch has "
+        f"{steps} steps, and the threshold comes after "
+        f"{sum(CALIBRATION[options.quick])}",
+    )
+    return steps
 
 
 def _burst_rounds(steps: int) -> tuple[int, ...]:
@@ -220,17 +299,13 @@ def _open_folder(out: Path, settings: RunSettings) -> RecordWriter:
         ) from error
 
 
-def _settings(
-    options: DemoOptions,
-    epochs: int,
-    size: Size,
-    conditions: Conditions,
-    detector: LossBound,
-) -> RunSettings:
+def _settings(options: DemoOptions, conditions: Conditions) -> RunSettings:
+    size = options.size
+    _, detector = list(options.plan_runs().values())[-1]
     return RunSettings(
         task=options.task,
         workers=options.workers,
-        epochs=epochs,
+        epochs=size.epochs,
         batch_size=size.batch_size,
         seed=options.seed,
         rtt_ms=options.rtt_ms,
@@ -244,6 +319,7 @@ def _settings(
             f"mean norm of {detector.window} rounds changes by {detector.eta:.0%} or "
             f"more; asked every {detector.frequency} rounds"
         ),
+        stragglers=options.slow_workers,
         versions=_versions(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )

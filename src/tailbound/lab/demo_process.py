@@ -4,6 +4,7 @@ Orders come as JSON lines on standard input, answers and records leave as JSON l
 standard output. The end of standard input is the end of the process.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -69,31 +70,50 @@ def serve(order: ServerOrder, say: Say) -> None:
         join_timeout_s=2 * order.timeout_s,
     )
     say(Ready(server.address))
+    rush_network()
     server.run()
 
 
-def yield_to_network() -> None:
-    """Let this thread, which computes, give way to those that carry datagrams.
+def rush_network() -> None:
+    """Let this thread, and those that it starts, run as soon as a packet is there.
 
-    The demo's four machines share the cores of one. With equal rights the kernel lets a
-    thread that computes finish its slice of 3 ms while a probe waits; on machines of
-    their own, computing on one would not keep another from answering.
+    The demo's four machines share the cores of one; on machines of their own, computing
+    on one would not keep another from answering a probe. Among equals the kernel may
+    let a thread that computes go on to its next tick, 4 ms at 250 Hz, and even before a
+    thread of no other wish than to idle. Real time is root's to ask for.
     """
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
+def yield_to_network() -> None:
+    """Let this thread, which computes, give way to those that carry datagrams."""
     # Of this thread only; there is no way back, so it must not start the next run's.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def train(order: WorkerOrder, say: Say) -> None:
     """Train one run: the loop that a user would write."""
+    import numpy as np
+
     import tailbound
+    from tailbound.lab.delay import Delay
     from tailbound.lab.tasks import load_task
     from tailbound.training.rendezvous import find_place
 
     place = find_place()
-    conditions = order.conditions
+    conditions, slow = order.conditions, order.stragglers
     task = load_task(order.task, data=Path(order.data) if order.data else None)
     model = task.build_model(conditions.seed)
     optimizer = task.build_optimizer(model)
+    delay = None
+    if slow is not None:
+        delay = Delay(
+            model,
+            base_s=slow.micro_batch_s,
+            micro_batches=slow.micro_batches,
+            rng=np.random.default_rng([conditions.seed, place.rank]),
+        )
     transport = Transport(
         server=order.server,
         mtu=conditions.mtu,
@@ -102,9 +122,12 @@ def train(order: WorkerOrder, say: Say) -> None:
     )
     train_s = 0.0
     step = 0
+    rush_network()  # the driver's thread is this one's child
     with tailbound.attach(
         model,
         optimizer,
+        micro_batches=1 if slow is None else slow.micro_batches,
+        compute=order.compute,
         network=order.bound,
         transport=transport,
         on_record=say,
@@ -120,6 +143,8 @@ def train(order: WorkerOrder, say: Say) -> None:
                 batch_size=order.batch_size,
                 seed=conditions.seed,
             ):
+                if delay is not None:
+                    delay.begin_step()
                 for x, y in job.micro_batches(batch):
                     job.backward(task.loss(model(x), y))
                 step = job.step().step
@@ -136,14 +161,16 @@ def train(order: WorkerOrder, say: Say) -> None:
                     digest=job.check_replicas(),
                 )
             )
+        job.review()
 
 
 def prepare_training() -> None:
     """Import now what the first step would import, so that Ready means ready."""
     import torch
 
+    import tailbound.lab.delay
     import tailbound.lab.tasks
-    import tailbound.training.job  # noqa: F401
+    import tailbound.training.attaching  # noqa: F401
 
     # One thread a worker: several workers share this machine's cores.
     torch.set_num_threads(1)

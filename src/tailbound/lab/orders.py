@@ -4,9 +4,10 @@ from typing import Literal
 
 import msgspec
 
-from tailbound.config import LossBound
+from tailbound.config import ComputeBound, LossBound
 from tailbound.impairments import BurstLoss, Impairments, IndependentLoss, LossModel
 from tailbound.records import Record
+from tailbound.report.outcome import Stragglers
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,9 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     epochs: int
     batch_size: int
     bound: LossBound
+    compute: ComputeBound | None = None
+    stragglers: Stragglers | None = None
+    """How this worker is slowed down; None: it is not, and takes one micro-batch."""
     timeout_s: float
     conditions: Conditions
 

@@ -65,6 +65,10 @@ class Reduced:
     verdict: str
     reports: tuple[RoundReport, ...]
     """The way in and the way back of this worker; ``step`` and ``run`` not yet set."""
+    total_computed: float = 0.0
+    """Micro-batches in the mean, of all ranks."""
+    total_planned: int = 0
+    """Micro-batches that were to be in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,10 @@ class ServerRounds:
             PeerProtocolError: it has announced this round already.
         """
         if not begin.is_in_range:
-            raise WireError(f"weight {begin.weight}, loss scale {begin.loss_scale}")
+            raise WireError(
+                f"weight {begin.weight}, loss scale {begin.loss_scale}, "
+                f"{begin.computed} of {begin.planned}"
+            )
         arrival = self._arrival(rank, now)
         if arrival.begin is not None:
             raise PeerProtocolError(
@@ -229,6 +232,8 @@ class ServerRounds:
             decision.norm,
             decision.ratio,
             decision.verdict,
+            sum(begin.computed for begin in begins.values()),
+            sum(begin.planned for begin in begins.values()),
         )
 
     def _mean(self, bucket: int, total: float) -> NDArray[Any]:

@@ -189,12 +189,18 @@ class Begin(_Message, frozen=True):
     """For the detector's rule; None if it is not known."""
     loss_scale: float
     """Factor that the gradient carries, 1e-30 to 1e30."""
+    computed: float = 1.0
+    """Micro-batches that are in the gradient, 0 to planned."""
+    planned: int = 1
+    """Micro-batches that were to be, 0 to 1e9."""
 
     @property
     def is_in_range(self) -> bool:
         """True if sums and quotients with these numbers fit float32."""
-        return (self.weight == 0 or 1e-30 <= self.weight <= 1e30) and (
-            1e-30 <= self.loss_scale <= 1e30
+        return (
+            (self.weight == 0 or 1e-30 <= self.weight <= 1e30)
+            and 1e-30 <= self.loss_scale <= 1e30
+            and 0.0 <= self.computed <= self.planned <= 10**9
         )
 
 
@@ -215,11 +221,19 @@ class Mean(_Message, frozen=True):
     """Relative change that was compared with eta; None: no check."""
     verdict: str
     """What the detector decided, for people."""
+    total_computed: float = 0.0
+    """``computed`` of all workers."""
+    total_planned: int = 0
+    """``planned`` of all workers."""
 
     @property
     def is_in_range(self) -> bool:
-        """True if p is a share and the weight a number."""
-        return 0.0 <= self.p < 1.0 and 0.0 <= self.total_weight < float("inf")
+        """True if p is a share, and the weight and the counts are numbers."""
+        return (
+            0.0 <= self.p < 1.0
+            and 0.0 <= self.total_weight < float("inf")
+            and 0.0 <= self.total_computed <= self.total_planned
+        )
 
 
 class _RoundMessage(_Message, frozen=True):

@@ -118,6 +118,8 @@ class WorkerEndpoint(Endpoint):
         *,
         learning_rate: float | None = None,
         loss_scale: float = 1.0,
+        computed: float = 1.0,
+        planned: int = 1,
     ) -> None:
         """Start the next round; its end is a Reduced event.
 
@@ -130,6 +132,9 @@ class WorkerEndpoint(Endpoint):
             learning_rate: for the detector's ``lr_rule``.
             loss_scale: factor that the gradient carries, 1e-30 to 1e30; the detector
                 divides by it.
+            computed: micro-batches behind the gradient, 0 to ``planned``; their sum
+                over ranks comes back, as does that of the next.
+            planned: micro-batches that were to be behind it, at most 1e9.
 
         Raises:
             ConfigError: not started, another round is not over yet, or a number is
@@ -139,11 +144,19 @@ class WorkerEndpoint(Endpoint):
         if self.plan is None or self._round is not None:
             raise ConfigError("one all-reduce at a time, after the start")
         key = self.plan.key(self._index, Direction.IN)
-        begin = Begin(key.counter, key.bucket, weight, learning_rate, loss_scale)
+        begin = Begin(
+            key.counter,
+            key.bucket,
+            weight,
+            learning_rate,
+            loss_scale,
+            computed,
+            planned,
+        )
         if not begin.is_in_range:
             raise ConfigError(
-                "weight is 0 or 1e-30 to 1e30 and loss_scale 1e-30 to 1e30, "
-                f"not {weight} and {loss_scale}"
+                "weight is 0 or 1e-30 to 1e30, loss_scale 1e-30 to 1e30, and computed "
+                f"0 to planned, not {weight}, {loss_scale}, and {computed} of {planned}"
             )
         p, critical = self._regimes[key.bucket]
         self._round = WorkerRound(
@@ -201,6 +214,8 @@ class WorkerEndpoint(Endpoint):
                 mean.ratio,
                 mean.verdict,
                 ended.reports(),
+                mean.total_computed,
+                mean.total_planned,
             )
         )
         # All ranks learn the next bound with the mean of the same round.
@@ -288,7 +303,10 @@ class WorkerEndpoint(Endpoint):
                 self._events.append(Started(self._world_size, message.payload_bytes))
             case Mean() if self._round is not None and self._is_open(message):
                 if not message.is_in_range:
-                    raise WireError(f"p {message.p}, weight {message.total_weight}")
+                    raise WireError(
+                        f"p {message.p}, weight {message.total_weight}, "
+                        f"{message.total_computed} of {message.total_planned}"
+                    )
                 self._round.receive_mean(message, now)
             case GatherPart():
                 self._gather.receive_untrusted(message)

@@ -10,6 +10,19 @@ import msgspec
 LOWER_IS_BETTER = frozenset({"perplexity"})
 
 
+class Stragglers(msgspec.Struct, frozen=True, kw_only=True):
+    """How slow workers were imitated (DropCompute, appendix:runtime_performace)."""
+
+    micro_batches: int
+    """Of a step (M)."""
+    micro_batch_s: float
+    """What each takes without delay (mu), in s; the delay is mu times eps."""
+    max_drop: float
+    """Share that the threshold may drop, in [0, 1]."""
+    preempt: str
+    """Where a step is cut: ``micro_batch`` or ``backward``."""
+
+
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a run was made; written as ``settings.json`` before its first step."""
 
@@ -42,6 +55,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Version of each program that took part, by name."""
     started: str
     """When the run started, ISO 8601."""
+    stragglers: Stragglers | None = None
+    """The runs are neither, compute, network and both, with slow workers; None: they
+    are fixed and adaptive, without."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Split a step's batch into micro-batches, in the form that the loader gave it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -8,10 +8,8 @@ from torch import Tensor
 from tailbound.errors import ConfigError
 
 
-def split_batch(batch: Any, num: int) -> Iterator[Any]:
-    """Cut a batch along its first axis into parts as equal as can be.
-
-    The batch is checked now; the parts, which are views, come as they are asked for.
+def split_batch(batch: Any, num: int) -> list[Any]:
+    """Cut a batch along its first axis into parts as equal as can be; views.
 
     Args:
         batch: a tensor, or a tuple, named tuple, list or mapping of tensors of equal
@@ -35,9 +33,14 @@ def split_batch(batch: Any, num: int) -> Iterator[Any]:
         )
     num = min(num, sizes[0])
     if num == 0:
-        return iter(())
+        return []
     parts = zip(*(tensor.tensor_split(num) for tensor in tensors), strict=True)
-    return (_rebuild(batch, part) for part in parts)
+    return [_rebuild(batch, part) for part in parts]
+
+
+def num_samples(batch: Any) -> int:
+    """Samples of a batch or a micro-batch that ``split_batch`` takes or gives."""
+    return len(_tensors(batch)[0])
 
 
 def _tensors(batch: Any) -> list[Tensor]:

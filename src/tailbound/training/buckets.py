@@ -28,14 +28,14 @@ class FlatBucket:
     def __init__(
         self, dtype: torch.dtype, named: list[tuple[str, nn.Parameter]]
     ) -> None:
-        self._parameters = [parameter for _, parameter in named]
+        self.parameters = [parameter for _, parameter in named]
         self.spec = BucketSpec(
             NAMES[dtype],
             tuple(name for name, _ in named),
-            tuple(tuple(parameter.shape) for parameter in self._parameters),
+            tuple(tuple(parameter.shape) for parameter in self.parameters),
         )
         self.flat = torch.zeros(self.spec.num_elements, dtype=dtype)
-        sizes = [parameter.numel() for parameter in self._parameters]
+        sizes = [parameter.numel() for parameter in self.parameters]
         self._slices: tuple[Tensor, ...] = torch.split(self.flat, sizes)
 
     @property
@@ -47,7 +47,7 @@ class FlatBucket:
 
     def pull(self) -> None:
         """Copy the gradients into the bucket; a parameter without one counts as 0."""
-        for parameter, place in zip(self._parameters, self._slices, strict=True):
+        for parameter, place in zip(self.parameters, self._slices, strict=True):
             grad = parameter.grad
             if grad is None:
                 place.zero_()
@@ -65,7 +65,7 @@ class FlatBucket:
         A parameter that had none gets one: whether another rank used it is not known
         here, and all replicas must step alike.
         """
-        for parameter, place in zip(self._parameters, self._slices, strict=True):
+        for parameter, place in zip(self.parameters, self._slices, strict=True):
             mean = place.view(parameter.shape)
             if parameter.grad is None:
                 parameter.grad = mean.to(parameter.device, copy=True)
@@ -117,12 +117,29 @@ def load_state_bytes(model: nn.Module, data: bytes) -> None:
     Raises:
         ConfigError: the other model's state has another size.
     """
-    tensors = [tensor for _, tensor in _state(model)]
+    _load([tensor for _, tensor in _state(model)], data, "parameters and buffers")
+
+
+def buffer_bytes(model: nn.Module) -> bytes:
+    """All buffers back to back, bit for bit."""
+    return b"".join(_raw(tensor) for tensor in model.buffers())
+
+
+def load_buffer_bytes(model: nn.Module, data: bytes) -> None:
+    """Set all buffers from another replica's ``buffer_bytes``.
+
+    Raises:
+        ConfigError: the other model's buffers have another size.
+    """
+    _load(list(model.buffers()), data, "buffers")
+
+
+def _load(tensors: list[Tensor], data: bytes, what: str) -> None:
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if sum(sizes) != len(data):
         raise ConfigError(
-            f"parameters and buffers are {sum(sizes)} bytes here and {len(data)} bytes "
-            "on rank 0; build the same model on every rank"
+            f"{what} are {sum(sizes)} bytes here and {len(data)} bytes on rank 0; "
+            "build the same model on every rank"
         )
     start = 0
     with torch.no_grad():

@@ -31,6 +31,8 @@ class Exchange(ABC):
         *,
         learning_rate: float | None,
         loss_scale: float,
+        computed: float,
+        planned: int,
     ) -> Reduced:
         """Replace a gradient, already multiplied by the weight, by the mean.
 
@@ -40,6 +42,8 @@ class Exchange(ABC):
             weight: what is behind it.
             learning_rate: of the optimizer, if it has one.
             loss_scale: factor that the gradient carries.
+            computed: micro-batches behind it.
+            planned: micro-batches that were to be behind it.
         """
 
     @abstractmethod
@@ -70,10 +74,17 @@ class GroupExchange(Exchange):
         *,
         learning_rate: float | None,
         loss_scale: float,
+        computed: float,
+        planned: int,
     ) -> Reduced:
         """See Exchange."""
         return self._group.all_reduce(
-            values_N, weight, learning_rate=learning_rate, loss_scale=loss_scale
+            values_N,
+            weight,
+            learning_rate=learning_rate,
+            loss_scale=loss_scale,
+            computed=computed,
+            planned=planned,
         )
 
     def all_gather(self, data: bytes) -> tuple[bytes, ...]:
@@ -93,10 +104,11 @@ class ExactExchange(Exchange):
     """What the two exact exchanges share: no bound, no regime, no round reports."""
 
     @abstractmethod
-    def average(self, flat: Tensor, weight: float) -> float:
-        """Replace the bucket by the mean over ranks; returns the total weight.
+    def average(self, flat: Tensor, told: tuple[float, ...]) -> tuple[float, ...]:
+        """Replace the bucket by the mean over ranks; returns what is told, summed.
 
-        With a total weight of 0 the bucket is left as it is.
+        The first number told is the weight. With a total weight of 0 the bucket is
+        left as it is.
         """
 
     def all_reduce(
@@ -107,14 +119,30 @@ class ExactExchange(Exchange):
         *,
         learning_rate: float | None,
         loss_scale: float,
+        computed: float,
+        planned: int,
     ) -> Reduced:
         """See Exchange."""
-        total = self.average(flat, weight)
+        total, all_computed, all_planned = self.average(
+            flat, (weight, computed, planned)
+        )
         norm = 0.0
         if total:
             scaled = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
             norm = scaled / loss_scale
-        return Reduced(0, 0, total, 0.0, True, norm, None, "exact", ())
+        return Reduced(
+            0,
+            0,
+            total,
+            0.0,
+            True,
+            norm,
+            None,
+            "exact",
+            (),
+            all_computed,
+            round(all_planned),
+        )
 
 
 class LocalExchange(ExactExchange):
@@ -122,11 +150,11 @@ class LocalExchange(ExactExchange):
 
     rank, world_size = 0, 1
 
-    def average(self, flat: Tensor, weight: float) -> float:
+    def average(self, flat: Tensor, told: tuple[float, ...]) -> tuple[float, ...]:
         """See ExactExchange."""
-        if weight:
-            flat.div_(weight)
-        return weight
+        if told[0]:
+            flat.div_(told[0])
+        return told
 
     def all_gather(self, data: bytes) -> tuple[bytes, ...]:
         """See Exchange."""
@@ -153,7 +181,7 @@ class ProcessGroupExchange(ExactExchange):
             )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
-    def average(self, flat: Tensor, weight: float) -> float:
+    def average(self, flat: Tensor, told: tuple[float, ...]) -> tuple[float, ...]:
         """See ExactExchange; sums in float32 at least, so float16 cannot overflow.
 
         Raises:
@@ -161,16 +189,16 @@ class ProcessGroupExchange(ExactExchange):
         """
         narrow = flat.dtype in (torch.float16, torch.bfloat16)
         sum_N = flat.float() if narrow else flat.clone()
-        if weight == 0.0:
+        if told[0] == 0.0:
             sum_N.zero_()
-        weight_1 = torch.tensor([weight], dtype=torch.float64)
+        told_T = torch.tensor(told, dtype=torch.float64)
         with _named("an exact average"):
             dist.all_reduce(sum_N)
-            dist.all_reduce(weight_1)
-        total = float(weight_1)
-        if total:
-            flat.copy_(sum_N.div_(total))
-        return total
+            dist.all_reduce(told_T)
+        totals: tuple[float, ...] = tuple(told_T.tolist())
+        if totals[0]:
+            flat.copy_(sum_N.div_(totals[0]))
+        return totals
 
     def all_gather(self, data: bytes) -> tuple[bytes, ...]:
         """See Exchange.

@@ -8,167 +8,26 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from tailbound.config import LossBound, Transport
+from tailbound.compute.budget import Budget, StepSample
+from tailbound.compute.compensation import extra_steps, normalize_factor
+from tailbound.config import ComputeBound
 from tailbound.errors import ConfigError, JobClosedError, TailboundError
 from tailbound.protocol.events import Reduced
-from tailbound.protocol.wire import BucketSpec
-from tailbound.records import Record, RoundReport, StepReport
-from tailbound.training.batches import split_batch
-from tailbound.training.buckets import (
-    FlatBucket,
-    equalise,
-    make_buckets,
-    parameter_digest,
-)
-from tailbound.training.exchange import (
-    Exchange,
-    GroupExchange,
-    LocalExchange,
-    ProcessGroupExchange,
-)
+from tailbound.records import Record, RoundReport, StepReport, ThresholdReport
+from tailbound.training.accumulate import Accumulation, Work, check_weight
+from tailbound.training.batches import num_samples, split_batch
+from tailbound.training.buckets import FlatBucket, parameter_digest
+from tailbound.training.ddp import HeldDdp
+from tailbound.training.exchange import Exchange
 from tailbound.training.leaving import describe, note_closed, note_open
-from tailbound.training.rendezvous import find_place, find_server
-from tailbound.transport.group import Group
+from tailbound.training.samplers import ResamplingSampler, resampled_batches
 
 _log = logging.getLogger("tailbound")
 
 OnRecord = Callable[[Record], None]
-MakeExchange = Callable[[tuple[BucketSpec, ...]], Exchange]
-
-
-def attach(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    micro_batches: int = 1,
-    compute: None = None,
-    network: LossBound | None = LossBound(),  # noqa: B008 - frozen
-    transport: Transport | None = None,
-    on_record: OnRecord | None = None,
-    run: str = "",
-) -> "Job":
-    """Attach a job to a model and its optimizer.
-
-    Meets the other ranks (``torchrun`` started them, or a process group exists), makes
-    parameters and buffers equal to rank 0's, and returns the job object.
-
-    Args:
-        model: the same on every rank; a plain module, not wrapped in DDP.
-        optimizer: of the model's parameters.
-        micro_batches: how many each step's batch is split into.
-        compute: the compute bound; None, the only value so far, switches it off.
-        network: the loss bound; None averages exactly over the process group, whose
-            own timeout holds then.
-        transport: how bytes travel; only with a loss bound.
-        on_record: called with every RoundReport and StepReport as it is made.
-        run: label written into the records.
-
-    Returns:
-        The job; close it, or use it as a context manager. One that is still open when
-        the script ends is closed then.
-
-    Raises:
-        ConfigError: a setting, the model or the environment is unusable.
-        TailboundError: the ranks could not meet or do not agree; see ``errors``.
-    """
-    if compute is not None:
-        raise ConfigError(
-            "a compute bound is not part of this version; leave compute=None"
-        )
-
-    def make_exchange(specs: tuple[BucketSpec, ...]) -> Exchange:
-        return _find_exchange(specs, network, transport or Transport())
-
-    return attach_through(
-        make_exchange,
-        model,
-        optimizer,
-        micro_batches=micro_batches,
-        on_record=on_record,
-        run=run,
-    )
-
-
-def attach_through(
-    make_exchange: MakeExchange,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    micro_batches: int = 1,
-    on_record: OnRecord | None = None,
-    run: str = "",
-) -> "Job":
-    """Do what ``attach`` does, over an exchange that the caller brings.
-
-    Args:
-        make_exchange: given the buckets, meets the other ranks.
-        model: see ``attach``.
-        optimizer: see ``attach``.
-        micro_batches: see ``attach``.
-        on_record: see ``attach``.
-        run: see ``attach``.
-
-    Raises:
-        ConfigError: see ``attach``.
-        TailboundError: see ``attach``.
-    """
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ConfigError(f"micro_batches is 1 or more, not {micro_batches}")
-    for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ConfigError(
-                "the model is wrapped in DDP, which reduces gradients itself; attach "
-                "the plain module (ddp.module)"
-            )
-    _check_optimizer(model, optimizer)
-    buckets = make_buckets(model)
-    exchange = make_exchange(tuple(bucket.spec for bucket in buckets))
-    try:
-        if exchange.world_size > 1:
-            equalise(model, exchange.all_gather, exchange.rank)
-    except BaseException as error:
-        exchange.abort(describe(error))
-        raise
-    return Job(model, optimizer, exchange, buckets, micro_batches, on_record, run)
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    ours = {id(parameter) for parameter in model.parameters()}
-    steps = (p for group in optimizer.param_groups for p in group["params"])
-    if any(id(parameter) not in ours for parameter in steps):
-        raise ConfigError(
-            "the optimizer steps parameters that are not the model's: nobody would "
-            "average their gradients; attach the module that holds them all"
-        )
-
-
-def _find_exchange(
-    specs: tuple[BucketSpec, ...], network: LossBound | None, transport: Transport
-) -> Exchange:
-    place = find_place(has_server=transport.server is not None)
-    if place.world_size == 1:
-        return LocalExchange()
-    if network is None:
-        if not dist.is_initialized():
-            raise ConfigError(
-                "network=None averages over the process group: call "
-                "torch.distributed.init_process_group first"
-            )
-        return ProcessGroupExchange()
-    address, server = find_server(place, transport)
-    group = Group(
-        address,
-        rank=place.rank,
-        world_size=place.world_size,
-        buckets=specs,
-        bound=network,
-        transport=transport,
-        server=server,
-    )
-    return GroupExchange(group)
 
 
 class Job:
@@ -180,23 +39,31 @@ class Job:
         optimizer: torch.optim.Optimizer,
         exchange: Exchange,
         buckets: list[FlatBucket],
+        accumulation: Accumulation,
+        *,
         micro_batches: int,
+        compute: ComputeBound | None,
+        budget: Budget | None,
+        held: HeldDdp | None,
         on_record: OnRecord | None,
         run: str,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._exchange, self._buckets = exchange, buckets
-        self._micro_batches = micro_batches
+        self._accumulation, self._micro_batches = accumulation, micro_batches
+        self._compute, self._budget, self._held = compute, budget, held
         self._on_record, self._run = on_record, run
-        self._weight = 0.0
         self._step = 0
-        self._loss_sum: Tensor | None = None
+        self._sampler: ResamplingSampler | None = None
+        self._part_sizes: list[int] = []
         self._told_skip = False
         self._closed = False
         note_open(exchange)
         self._ended_s = time.perf_counter()
         self.rounds: tuple[RoundReport, ...] = ()
         """The rounds of the last step: way in and way back of each bucket."""
+        self.threshold_report: ThresholdReport | None = None
+        """The newest decision of the compute bound, if there is one."""
 
     @property
     def rank(self) -> int:
@@ -208,20 +75,76 @@ class Job:
         """Processes of the job."""
         return self._exchange.world_size
 
+    @property
+    def threshold_s(self) -> float | None:
+        """Seconds of compute after which the next step is cut; None: it is not."""
+        return None if self._budget is None else self._budget.threshold_s
+
+    @property
+    def planned_micro_batches(self) -> int:
+        """Micro-batches of the next step; grows with ``compensate="batch"``."""
+        budget = self._budget
+        return self._micro_batches if budget is None else budget.num_micro_batches
+
     def micro_batches(self, batch: Any) -> Iterator[Any]:
-        """Split a batch along its first axis into the planned micro-batches.
+        """Give the step's micro-batches until the threshold is reached.
 
         Args:
-            batch: a tensor, or a tuple, list or dict of tensors of equal length. A
-                batch of fewer samples than micro-batches gives one a sample.
+            batch: a tensor, or a tuple, list or dict of tensors of equal length, to be
+                split along its first axis; fewer samples than micro-batches give one a
+                sample. Or an iterator of micro-batches: the planned number is taken
+                from it, and what is not computed stays in it.
 
         Raises:
             ConfigError: something else, or lengths differ.
+            JobClosedError: the job is closed.
         """
-        return split_batch(batch, self._micro_batches)
+        self._require_open()
+        planned = self.planned_micro_batches
+        if isinstance(batch, Iterator):
+            return self._accumulation.run(batch, planned)
+        parts = split_batch(batch, planned)
+        if self._sampler is not None:
+            self._part_sizes += [num_samples(part) for part in parts]
+        return self._accumulation.run(parts, len(parts))
+
+    def epoch(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Give a loader's batches; dropped samples again if they are resampled.
+
+        That is with ``compensate="resample"``: they come back before the epoch ends.
+
+        Args:
+            loader: its sampler is a ``tailbound.ResamplingSampler``.
+
+        Raises:
+            ConfigError: it has another sampler.
+        """
+        sampler = loader.sampler
+        if not isinstance(sampler, ResamplingSampler):
+            raise ConfigError(
+                "job.epoch needs DataLoader(sampler=tailbound.ResamplingSampler(...)), "
+                "which learns what was dropped"
+            )
+        self._sampler = sampler
+        if self._compute is not None and self._compute.compensate == "resample":
+            return resampled_batches(loader, sampler, self._exchange.all_gather)
+        return iter(loader)
+
+    def extra_steps(self, steps: int) -> int:
+        """Steps to add to a planned number, to make up for what was dropped so far.
+
+        Args:
+            steps: that training without drops would take.
+
+        Source: DropCompute, section:dropped_samples_compensation; spec C6.
+        """
+        dropped = 0.0 if self._budget is None else self._budget.mean_dropped_share
+        return extra_steps(steps, dropped)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Accumulate the gradient of one micro-batch.
+
+        With ``preempt="backward"`` it returns early when the threshold is reached.
 
         Args:
             loss: scalar, the mean over what ``weight`` counts.
@@ -234,15 +157,20 @@ class Job:
             JobClosedError: the job is closed.
         """
         self._require_open()
-        if not 0.0 <= weight < float("inf"):
-            raise ConfigError(f"a weight is finite and >= 0, not {weight}")
-        if weight == 0.0:
-            return
-        torch.autograd.backward(loss if weight == 1.0 else loss * weight)
-        self._weight += weight
-        # Stays on its device until the step: asking for its value would wait for it.
-        told = loss.detach().float() * weight
-        self._loss_sum = told if self._loss_sum is None else self._loss_sum + told
+        check_weight(weight)
+        self._accumulation.backward(loss, weight)
+
+    def declare(self, weight: float) -> None:
+        """Count gradients that the caller put into ``.grad`` without ``backward``.
+
+        Args:
+            weight: what is behind them; they are multiplied by it already.
+
+        Raises:
+            ConfigError: the weight is negative or not finite.
+        """
+        check_weight(weight)
+        self._accumulation.declare(weight)
 
     def step(self, *, loss_scale: float = 1.0) -> StepReport:
         """Exchange the accumulated gradients, step the optimizer, clear them.
@@ -260,30 +188,18 @@ class Job:
             TailboundError: the exchange failed; the job is over.
         """
         self._require_open()
+        threshold_s = self.threshold_s
+        work = self._accumulation.finish()
         begun_s = time.perf_counter()
         compute_s = begun_s - self._ended_s
-        learning_rate = self._optimizer.param_groups[0].get("lr")
-        if learning_rate is not None:
-            learning_rate = float(learning_rate)
         self._step += 1
-        reduced: list[Reduced] = []
-        for bucket in self._buckets:
-            bucket.pull()
-            reduced.append(
-                self._exchange.all_reduce(
-                    bucket.flat,
-                    bucket.values_N,
-                    self._weight,
-                    learning_rate=learning_rate,
-                    loss_scale=loss_scale,
-                )
-            )
+        reduced = self._reduce(work, loss_scale)
+        if self._held is not None:
+            self._held.share_buffers(self._exchange.all_gather, self.rank)
         exchange_s = time.perf_counter() - begun_s
         skipped = reduced[0].total_weight == 0
         if not skipped:
-            for bucket in self._buckets:
-                bucket.push()
-            self._optimizer.step()
+            self._apply(reduced[0])
         elif self.rank == 0 and not self._told_skip:
             self._told_skip = True
             _log.warning(
@@ -292,14 +208,104 @@ class Job:
                 self._step,
             )
         self._optimizer.zero_grad()
-        report = self._report(reduced, skipped, compute_s, exchange_s)
-        self._weight, self._loss_sum = 0.0, None
-        if self._on_record is not None:
-            for round_report in self.rounds:
-                self._on_record(round_report)
-            self._on_record(report)
+        report = self._report(
+            reduced, work, skipped, compute_s, exchange_s, threshold_s
+        )
+        self._tell_sampler()
+        self._accumulation.clear()
+        step_s = time.perf_counter() - self._ended_s
+        self._note(*self.rounds, report)
+        self._bound_next(reduced[0], work, exchange_s, step_s)
         self._ended_s = time.perf_counter()
         return report
+
+    def review(self) -> ThresholdReport | None:
+        """Look at the compute bound now, and choose its threshold anew.
+
+        All ranks call this after the same step, such as the last one.
+
+        Returns:
+            What was decided and what the choice before it brought; None if there is no
+            compute bound, or no step since the last look.
+
+        Raises:
+            TailboundError: the exchange failed; the job is over.
+        """
+        self._require_open()
+        if self._budget is not None and self._budget.has_news:
+            self._decide(self._budget)
+            self._ended_s = time.perf_counter()
+            return self.threshold_report
+        return None
+
+    def _reduce(self, work: Work, loss_scale: float) -> list[Reduced]:
+        learning_rate = self._optimizer.param_groups[0].get("lr")
+        if learning_rate is not None:
+            learning_rate = float(learning_rate)
+        reduced: list[Reduced] = []
+        for bucket in self._buckets:
+            bucket.pull()
+            reduced.append(
+                self._exchange.all_reduce(
+                    bucket.flat,
+                    bucket.values_N,
+                    work.weight,
+                    learning_rate=learning_rate,
+                    loss_scale=loss_scale,
+                    computed=work.computed,
+                    planned=work.planned,
+                )
+            )
+        return reduced
+
+    def _apply(self, reduced: Reduced) -> None:
+        """Normalise the mean as the bound says, and step."""
+        factor = 1.0
+        if self._compute is not None and self._budget is not None:
+            factor = normalize_factor(
+                self._compute.normalize,
+                reduced.total_computed,
+                reduced.total_planned,
+                self._budget.mean_dropped_share,
+            )
+        for bucket in self._buckets:
+            if factor != 1.0:
+                bucket.flat.mul_(factor)
+            bucket.push()
+        self._optimizer.step()
+
+    def _tell_sampler(self) -> None:
+        """Say which samples of the step's batch were used: those at its front."""
+        sizes, self._part_sizes = self._part_sizes, []
+        if self._sampler is not None and sizes:
+            used = sum(sizes[: self._accumulation.num_finished])
+            self._sampler.acknowledge(sum(sizes), used)
+
+    def _bound_next(
+        self, reduced: Reduced, work: Work, exchange_s: float, step_s: float
+    ) -> None:
+        if self._budget is not None and self._budget.end_step(
+            StepSample(
+                latency_s=work.latency_s,
+                exchange_s=exchange_s,
+                step_s=step_s,
+                planned=work.planned,
+                computed=work.computed,
+                total_planned=reduced.total_planned,
+                total_computed=reduced.total_computed,
+            )
+        ):
+            self._decide(self._budget)
+
+    def _decide(self, budget: Budget) -> None:
+        report = budget.decide(self._exchange.all_gather(budget.pack()))
+        self.threshold_report = msgspec.structs.replace(report, run=self._run)
+        self._note(self.threshold_report)
+
+    def _note(self, *records: Record) -> None:
+        if self._on_record is not None:
+            for record in records:
+                self._on_record(record)
 
     def check_replicas(self) -> str:
         """Compare the parameters of all ranks, bit for bit.
@@ -324,17 +330,24 @@ class Job:
 
     def close(self) -> None:
         """Leave the job in good order. Closing twice is fine."""
-        if not self._closed:
-            self._closed = True
-            note_closed(self._exchange)
+        if self._leave():
             self._exchange.close()
 
     def abort(self, reason: str) -> None:
         """Leave because of an error; the other ranks are told the reason."""
-        if not self._closed:
-            self._closed = True
-            note_closed(self._exchange)
+        if self._leave():
             self._exchange.abort(reason)
+
+    def _leave(self) -> bool:
+        """Let go of everything but the exchange; False if that was done before."""
+        if self._closed:
+            return False
+        self._closed = True
+        note_closed(self._exchange)
+        self._accumulation.close()
+        if self._held is not None:
+            self._held.release()
+        return True
 
     def __enter__(self) -> "Job":
         return self
@@ -354,9 +367,11 @@ class Job:
     def _report(
         self,
         reduced: list[Reduced],
+        work: Work,
         skipped: bool,
         compute_s: float,
         exchange_s: float,
+        threshold_s: float | None,
     ) -> StepReport:
         rounds: list[RoundReport] = [
             msgspec.structs.replace(report, run=self._run, step=self._step)
@@ -375,7 +390,7 @@ class Job:
             run=self._run,
             rank=self.rank,
             step=self._step,
-            weight=self._weight,
+            weight=work.weight,
             total_weight=told.total_weight,
             skipped=skipped,
             compute_s=compute_s,
@@ -386,11 +401,13 @@ class Job:
             ratio=told.ratio,
             verdict=told.verdict,
             missing_share=missing / num_chunks if num_chunks else 0.0,
-            loss=self._mean_loss(),
+            loss=work.loss,
+            planned=work.planned,
+            computed=work.computed,
+            total_planned=told.total_planned,
+            total_computed=told.total_computed,
+            threshold_s=threshold_s,
+            overshoot_s=work.overshoot_s,
+            partial_share=work.partial_share,
+            latency_s=work.latency_s,
         )
-
-    def _mean_loss(self) -> float | None:
-        if self._loss_sum is None:
-            return None
-        mean = float(self._loss_sum) / self._weight
-        return mean if math.isfinite(mean) else None

@@ -221,6 +221,8 @@ class Group:
         *,
         learning_rate: float | None = None,
         loss_scale: float = 1.0,
+        computed: float = 1.0,
+        planned: int = 1,
     ) -> Reduced:
         """Replace a bucket's gradient by the weighted mean over all ranks.
 
@@ -231,10 +233,12 @@ class Group:
             weight: samples, tokens or micro-batches behind it, >= 0.
             learning_rate: for the detector's learning-rate rule.
             loss_scale: factor that the gradient carries.
+            computed: micro-batches behind the gradient, 0 to ``planned``.
+            planned: micro-batches that were to be behind it.
 
         Returns:
-            Total weight, what the detector said, and this rank's round reports. With a
-            total weight of 0 the buffer is as it was.
+            Total weight and counts, what the detector said, and this rank's round
+            reports. With a total weight of 0 the buffer is as it was.
 
         Raises:
             ShapeError: the array is not the bucket.
@@ -248,6 +252,8 @@ class Group:
                 time.monotonic(),
                 learning_rate=learning_rate,
                 loss_scale=loss_scale,
+                computed=computed,
+                planned=planned,
             )
         )
         return self._wait(Reduced, "an all-reduce")
