@@ -61,9 +61,10 @@ def test_a_plan_is_told_in_words_with_a_line_to_paste(
     assert (code, errors) == (0, "")
     assert out.startswith("DropCompute would get ")
     assert "The communication time is not known and counts as 0" in out
-    assert out.splitlines()[-1] == (
+    assert out.splitlines()[-1] == (  # unbroken, for pasting
         "Write: tailbound.attach(model, optimizer, micro_batches=4, "
-        'compute=tailbound.ComputeBound(threshold_s="auto", max_drop=0.1))'
+        'compute=tailbound.ComputeBound(threshold_s="auto", max_drop=0.1, '
+        'preempt="backward"))'
     )
 
 

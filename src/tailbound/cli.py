@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tailbound.cli_compute import add_commands
 from tailbound.errors import ConfigError, ShapeError, TailboundError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+add_commands(app)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

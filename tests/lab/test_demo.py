@@ -20,9 +20,8 @@ from tailbound.lab import datasets
 from tailbound.lab.crew import Progress
 from tailbound.lab.demo import (
     SIZES,
-    STRAGGLER_SIZES,
+    STRAGGLER_BATCHES,
     DemoOptions,
-    Size,
     run_demo,
 )
 from tailbound.lab.tasks import TASKS
@@ -109,15 +108,14 @@ def test_an_option_out_of_range_is_refused_by_name(
 
 
 def test_every_task_has_its_sizes() -> None:
-    assert tuple(SIZES) == tuple(STRAGGLER_SIZES) == TASKS
-    for sizes in (SIZES, STRAGGLER_SIZES):
-        assert all(full.epochs >= quick.epochs for full, quick in sizes.values())
+    assert tuple(SIZES) == tuple(STRAGGLER_BATCHES) == TASKS
+    assert all(full.epochs >= quick.epochs for full, quick in SIZES.values())
 
 
-def test_slow_workers_take_four_samples_a_micro_batch_and_as_long_as_asked() -> None:
-    options = DemoOptions(stragglers=True, quick=True, epochs=3, delay_ms=2.5)
+def test_slow_workers_take_one_sample_a_micro_batch_and_as_long_as_asked() -> None:
+    options = DemoOptions(stragglers=True, delay_ms=2.5)
 
-    assert options.size == Size(epochs=3, batch_size=48)
+    assert options.batch_size == 12
     assert options.slow_workers == Stragglers(
         micro_batches=12, micro_batch_s=0.0025, max_drop=0.1, preempt="backward"
     )
@@ -213,7 +211,7 @@ def test_data_that_cannot_be_used_is_named(
 
 @pytest.mark.processes
 def test_a_threshold_needs_more_steps_than_its_calibration(tmp_path: Path) -> None:
-    options = DemoOptions(stragglers=True, epochs=2, out=tmp_path / "out")
+    options = DemoOptions(stragglers=True, workers=12, epochs=2, out=tmp_path / "out")
 
     with pytest.raises(
         ConfigError,
@@ -343,14 +341,14 @@ class TestAWholeRun:
 
 @pytest.fixture(scope="module")
 def slow_outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Two slow workers, two epochs of 14 steps; 14 steps are not bounded."""
+    """Two slow workers, an epoch of 59 steps, of which 14 are not bounded."""
     told = Told()
     options = DemoOptions(
         stragglers=True,
         delay_ms=1.0,
         quick=True,
         workers=2,
-        epochs=2,
+        epochs=1,
         rtt_ms=0.0,
         out=tmp_path_factory.mktemp("runs") / "slow",
     )
@@ -369,12 +367,12 @@ class TestSlowWorkers:
     ) -> None:
         records = list(read_lines(slow_outcome.folder / "rounds.jsonl"))
 
-        assert slow_outcome.told.begun == [(run, 28) for run in STRAGGLER_RUNS]
+        assert slow_outcome.told.begun == [(run, 59) for run in STRAGGLER_RUNS]
         for run in STRAGGLER_RUNS:
             for rank in (0, 1):
                 own = [one for one in records if (one.run, one.rank) == (run, rank)]
                 steps = [one for one in own if isinstance(one, StepReport)]
-                assert [one.step for one in steps] == list(range(1, 29))
+                assert [one.step for one in steps] == list(range(1, 60))
                 assert {one.planned for one in steps} == {12}
 
     def test_a_threshold_is_chosen_after_the_calibration_and_reviewed_at_the_end(
@@ -390,7 +388,7 @@ class TestSlowWorkers:
             (run, rank, step)
             for run in ("both", "compute")
             for rank in (0, 1)
-            for step in (14, 28)
+            for step in (14, 59)
         ]
 
     def test_only_bounded_runs_drop_and_only_with_a_threshold(
@@ -434,7 +432,7 @@ class TestSlowWorkers:
         assert settings.stragglers == Stragglers(
             micro_batches=12, micro_batch_s=0.001, max_drop=0.1, preempt="backward"
         )
-        assert (settings.batch_size, settings.epochs) == (48, 2)
+        assert (settings.batch_size, settings.epochs) == (12, 1)
 
 
 @pytest.mark.slow

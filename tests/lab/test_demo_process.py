@@ -86,14 +86,14 @@ def test_a_worker_trains_and_tells_steps_and_epochs() -> None:
 
 @pytest.mark.slow
 def test_a_slow_worker_waits_in_its_micro_batches_and_is_cut_by_its_bound() -> None:
-    """Twelve micro-batches of 0.5 ms or more do not fit into 3 ms."""
+    """Twelve micro-batches of 4 ms or more do not fit into 20 ms."""
     heard = Heard()
     order = msgspec.structs.replace(
         training(),
         run="compute",
-        compute=ComputeBound(threshold_s=0.003, preempt="backward"),
+        compute=ComputeBound(threshold_s=0.02, preempt="backward"),
         stragglers=Stragglers(
-            micro_batches=12, micro_batch_s=0.0005, max_drop=0.1, preempt="backward"
+            micro_batches=12, micro_batch_s=0.004, max_drop=0.1, preempt="backward"
         ),
     )
 
@@ -101,11 +101,13 @@ def test_a_slow_worker_waits_in_its_micro_batches_and_is_cut_by_its_bound() -> N
 
     steps = [one for one in heard.answers if isinstance(one, StepReport)]
     assert {step.planned for step in steps} == {12}
-    assert min(latency_s for step in steps for latency_s in step.latency_s) > 0.0005
     assert all(step.overshoot_s is not None for step in steps)
-    assert max(step.computed for step in steps) < 6.0
+    assert 0.0 < max(step.computed for step in steps) < 6.0
+    for step in steps:
+        # The first begins to wait a moment before its time is taken.
+        assert sum(step.latency_s) >= 0.0039 * len(step.latency_s)
     (last,) = (one for one in heard.answers if isinstance(one, ThresholdReport))
-    assert (last.run, last.step, last.threshold_s) == ("compute", 11, 0.003)
+    assert (last.run, last.step, last.threshold_s) == ("compute", 11, 0.02)
 
 
 def test_what_a_worker_cannot_do_is_told_in_one_line() -> None:

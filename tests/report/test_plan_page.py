@@ -70,9 +70,6 @@ def test_a_folder_has_page_numbers_and_pictures(tmp_path: Path) -> None:
     assert {address for address in read.addresses if not address.startswith("#")} == (
         set()
     )
-    assert write_plan(page.parent, found, latency_s_SWM, "trace.csv").read_text(
-        encoding="utf-8"
-    ) == (text)
 
 
 def test_the_page_tells_the_gain_the_price_and_what_to_write() -> None:
@@ -110,6 +107,7 @@ def test_names_from_files_are_escaped() -> None:
 
     page = make_plan_page(found, [], "<i>.csv")
 
+    assert make_plan_page(found, [], "<i>.csv") == page
     assert "<b>" not in page
     assert "<i>" not in page
     Reader(page)

@@ -143,6 +143,27 @@ def buffers() -> None:
     print(json.dumps(told))
 
 
+def local_sgd() -> None:
+    """Two periods of three local steps; in the second rank 1 is too slow for more."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = Vector()
+    told: list[float] = []
+    bound = tailbound.ComputeBound(threshold_s=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with tailbound.LocalSGD(model, optimizer, sync_every=3, compute=bound) as sgd:
+        for wait_s in (0.0, 0.6):
+            for x in sgd.local_steps(torch.full((3, 1, 1), 1.0 + rank)):
+                sgd.step(model(x))
+                if rank == 1:
+                    time.sleep(wait_s)
+            sgd.average()
+            told.append(model.w.item())
+        sgd.job.check_replicas()
+    dist.destroy_process_group()
+    print(json.dumps([*told, 1]))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     {
@@ -151,4 +172,5 @@ if __name__ == "__main__":
         "failing": failing,
         "ddp_threshold": ddp_threshold,
         "buffers": buffers,
+        "local_sgd": local_sgd,
     }[sys.argv[1]]()

@@ -57,14 +57,11 @@ SIZES: dict[str, tuple[Size, Size]] = {
     "text": (Size(1, 8), Size(1, 8)),
     "cifar10": (Size(2, 32), Size(1, 32)),
 }
-STRAGGLER_SIZES: dict[str, tuple[Size, Size]] = {
-    # 200 to 300 steps of two processors that two workers share, and about 70. One sample
-    # a micro-batch, so that its compute is short beside the delay.
-    "digits": (Size(7, 12), Size(2, 12)),
-    "mnist1d": (Size(3, 12), Size(1, 12)),
-    "text": (Size(4, 48), Size(1, 48)),
-    "cifar10": (Size(1, 48), Size(1, 48)),
-}
+STRAGGLER_BATCHES = {"digits": 12, "mnist1d": 12, "text": 12, "cifar10": 48}
+"""Samples of a worker's step with slow workers. One a micro-batch: the workers share
+this machine's cores, and their own compute is to be short beside the delay."""
+STRAGGLER_STEPS = (250, 60)
+"""Steps that such a run has at least, in whole epochs; full, quick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +124,11 @@ class DemoOptions:
         self.plan_runs()
 
     @property
-    def size(self) -> Size:
-        """How long each run trains."""
-        sizes = STRAGGLER_SIZES if self.stragglers else SIZES
-        size = sizes[self.task][self.quick]
-        return size if self.epochs is None else replace(size, epochs=self.epochs)
+    def batch_size(self) -> int:
+        """Samples of one worker in one step."""
+        if self.stragglers:
+            return STRAGGLER_BATCHES[self.task]
+        return SIZES[self.task][self.quick].batch_size
 
     @property
     def slow_workers(self) -> Stragglers | None:
@@ -196,8 +193,7 @@ def run_demo(
         if options.task == "mnist1d" and data is None:
             # Generating it takes seconds: once for all processes.
             data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        size = options.size
-        steps = size.epochs * _steps_per_epoch(options, data)
+        epochs, steps = _count(options, data)
         conditions = Conditions(
             rtt_ms=options.rtt_ms,
             loss=options.loss,
@@ -206,7 +202,7 @@ def run_demo(
             mtu=options.mtu,
             seed=options.seed,
         )
-        settings = _settings(options, conditions)
+        settings = _settings(options, epochs, conditions)
         write = stack.enter_context(_open_folder(out, settings))
         try:
             crew.wait_ready()
@@ -222,8 +218,8 @@ def run_demo(
                         run=run,
                         task=options.task,
                         data=None if data is None else str(data),
-                        epochs=size.epochs,
-                        batch_size=size.batch_size,
+                        epochs=epochs,
+                        batch_size=options.batch_size,
                         bound=network,
                         compute=compute,
                         stragglers=options.slow_workers,
@@ -248,11 +244,12 @@ def _require_plots() -> None:
         )
 
 
-def _steps_per_epoch(options: DemoOptions, data: Path | None) -> int:
+def _count(options: DemoOptions, data: Path | None) -> tuple[int, int]:
+    """Epochs and steps of each run."""
     from tailbound.lab.tasks import load_task
 
     task = load_task(options.task, data=data)
-    batch_size = options.size.batch_size
+    batch_size = options.batch_size
     most = task.num_train // batch_size
     require(
         options.workers <= most,
@@ -260,14 +257,18 @@ def _steps_per_epoch(options: DemoOptions, data: Path | None) -> int:
         f"not {options.workers}",
     )
     steps = task.steps_per_epoch(world_size=options.workers, batch_size=batch_size)
-    least = sum(CALIBRATION[options.quick]) // steps + 1
+    if not options.stragglers:
+        epochs = options.epochs or SIZES[options.task][options.quick].epochs
+        return epochs, epochs * steps
+    epochs = options.epochs or -(-STRAGGLER_STEPS[options.quick] // steps)
+    calibration = sum(CALIBRATION[options.quick])
+    least = calibration // steps + 1
     require(
-        not options.stragglers or options.size.epochs >= least,
-        f"--epochs is at least {least} here, not {options.size.epochs}: an epoch has "
-        f"{steps} steps, and the threshold comes after "
-        f"{sum(CALIBRATION[options.quick])}",
+        epochs >= least,
+        f"--epochs is at least {least} here, not {epochs}: an epoch has {steps} steps, "
+        f"and the threshold comes after {calibration}",
     )
-    return steps
+    return epochs, epochs * steps
 
 
 def _burst_rounds(steps: int) -> tuple[int, ...]:
@@ -299,14 +300,13 @@ def _open_folder(out: Path, settings: RunSettings) -> RecordWriter:
         ) from error
 
 
-def _settings(options: DemoOptions, conditions: Conditions) -> RunSettings:
-    size = options.size
+def _settings(options: DemoOptions, epochs: int, conditions: Conditions) -> RunSettings:
     _, detector = list(options.plan_runs().values())[-1]
     return RunSettings(
         task=options.task,
         workers=options.workers,
-        epochs=size.epochs,
-        batch_size=size.batch_size,
+        epochs=epochs,
+        batch_size=options.batch_size,
         seed=options.seed,
         rtt_ms=options.rtt_ms,
         loss=options.loss,
