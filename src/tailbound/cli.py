@@ -177,10 +177,10 @@ def demo(
         return
     from rich.console import Console
 
-    from tailbound.report.table import make_table
+    from tailbound.report.tails_table import make_outcome_table
 
     console = Console()
-    console.print(make_table(summary))
+    console.print(make_outcome_table(summary))
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True)
 
 
@@ -255,18 +255,18 @@ def report(
     page = build_report(directory)
     summary, records = read_run(directory)
     if png is not None:
-        from tailbound.report.plots import overview_png
+        from tailbound.report.build import draw_overview
 
-        overview_png(summary, records, png)
+        draw_overview(summary, records, png)
     if as_json:
         print(summary.to_json())
         return
     from rich.console import Console
 
-    from tailbound.report.table import make_table
+    from tailbound.report.tails_table import make_outcome_table
 
     console = Console()
-    console.print(make_table(summary))
+    console.print(make_outcome_table(summary))
     console.print(f"report: {page}", soft_wrap=True)
 
 

@@ -32,7 +32,7 @@ from tailbound.records import (
     ThresholdReport,
     read_lines,
 )
-from tailbound.report.outcome import RunSettings, Stragglers, Summary
+from tailbound.report.outcome import RunSettings, Stragglers
 
 
 @dataclass
@@ -211,11 +211,20 @@ def test_data_that_cannot_be_used_is_named(
 
 @pytest.mark.processes
 def test_a_threshold_needs_more_steps_than_its_calibration(tmp_path: Path) -> None:
-    options = DemoOptions(stragglers=True, workers=12, epochs=2, out=tmp_path / "out")
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(32, 127)) * 300)
+    options = DemoOptions(
+        stragglers=True,
+        task="text",
+        data=text,
+        workers=2,
+        epochs=1,
+        out=tmp_path / "out",
+    )
 
     with pytest.raises(
         ConfigError,
-        match="--epochs is at least 3 here, not 2: an epoch has 9 steps, and the "
+        match="--epochs is at least 2 here, not 1: an epoch has 16 steps, and the "
         "threshold comes after 25",
     ):
         run_demo(options)
@@ -249,7 +258,7 @@ def test_without_a_name_the_folder_is_named_after_the_time(
 
 @dataclass(frozen=True)
 class Outcome:
-    summary: Summary
+    summary: Any
     folder: Path
     told: Told
 
@@ -378,18 +387,16 @@ class TestSlowWorkers:
     def test_a_threshold_is_chosen_after_the_calibration_and_reviewed_at_the_end(
         self, slow_outcome: Outcome
     ) -> None:
-        decided = [
-            (one.run, one.rank, one.step)
-            for one in read_lines(slow_outcome.folder / "rounds.jsonl")
-            if isinstance(one, ThresholdReport)
-        ]
+        decided: dict[tuple[str, int], list[int]] = {}
+        for one in read_lines(slow_outcome.folder / "rounds.jsonl"):
+            if isinstance(one, ThresholdReport):
+                decided.setdefault((one.run, one.rank), []).append(one.step)
 
-        assert sorted(decided) == [
-            (run, rank, step)
-            for run in ("both", "compute")
-            for rank in (0, 1)
-            for step in (14, 59)
-        ]
+        assert decided.keys() == {
+            (run, rank) for run in ("compute", "both") for rank in (0, 1)
+        }
+        # On a busy machine more may be dropped than expected: then once more between.
+        assert all((steps[0], steps[-1]) == (14, 59) for steps in decided.values())
 
     def test_only_bounded_runs_drop_and_only_with_a_threshold(
         self, slow_outcome: Outcome
@@ -414,16 +421,20 @@ class TestSlowWorkers:
     def test_a_rank_is_slowed_down_alike_in_every_run(
         self, slow_outcome: Outcome
     ) -> None:
-        """Before the threshold: no micro-batch is shorter than its delay says."""
-        first: dict[str, list[float]] = {run: [] for run in STRAGGLER_RUNS}
-        for one in read_lines(slow_outcome.folder / "rounds.jsonl"):
-            if isinstance(one, StepReport) and one.rank == 0 and one.step <= 14:
-                first[one.run] += one.latency_s
+        """No step before the threshold is shorter than the draws of its rank say."""
+        eps = DelayModel(0.001).sample(np.random.default_rng([0, 1]), (14, 12))
+        least_s = 0.012 + eps.sum(axis=1)
 
-        fastest = [min(times) for times in zip(*first.values(), strict=True)]
-        delays = np.random.default_rng([0, 0])
-        eps = DelayModel(0.001).sample(delays, 14 * 12)
-        assert min(np.array(fastest) - 0.001 - eps) > -1e-4
+        unbounded = [
+            one
+            for one in read_lines(slow_outcome.folder / "rounds.jsonl")
+            if isinstance(one, StepReport) and one.rank == 1 and one.step <= 14
+        ]
+
+        assert {one.run for one in unbounded} == set(STRAGGLER_RUNS)
+        for one in unbounded:
+            # The first begins to wait a moment before its time is taken.
+            assert sum(one.latency_s) > least_s[one.step - 1] - 1e-3
 
     def test_it_says_how_workers_were_slowed_down(self, slow_outcome: Outcome) -> None:
         text = (slow_outcome.folder / "settings.json").read_bytes()

@@ -11,6 +11,7 @@ from report.synthetic import make_records, make_settings
 from tailbound.errors import ConfigError, MissingExtraError
 from tailbound.records import to_line, write_lines
 from tailbound.report.build import build_report, read_run, write_whole
+from tailbound.report.outcome import Summary
 
 SETTINGS = make_settings(epochs=1, burst_rounds=[8])
 
@@ -55,6 +56,7 @@ def test_a_last_line_cut_short_is_left_out(folder: Path) -> None:
     summary, records = read_run(folder)
 
     assert len(records) == len(make_records(SETTINGS))
+    assert isinstance(summary, Summary)
     assert summary.fixed is not None
 
 
@@ -145,8 +147,8 @@ def test_summary_and_table_need_no_matplotlib(
 ) -> None:
     forget_plots(monkeypatch, "matplotlib")
     from tailbound.report.build import read_run as read_again
-    from tailbound.report.table import make_table
+    from tailbound.report.tails_table import make_outcome_table
 
     summary, _ = read_again(folder)
 
-    assert make_table(summary)
+    assert make_outcome_table(summary)

@@ -1,13 +1,14 @@
 """The compute tail, without torch, sockets or clocks (DropCompute; spec C1 to C9).
 
-samples      the array of latencies, and how cut steps are completed
-threshold    the best threshold for given latencies: a pure function
-stragglers   which workers are slow all the time, and how slow
-theory       expected step time, kept share and speedup in closed form
-noise        models of added delay, seeded
-simulate     scale graphs for any number of workers, in bounded memory
-planner      what a bound would gain on a recorded trace, in words
-traces       reading and writing traces: CSV, Parquet, records
-compensation what makes up for dropped samples
-budget       the live machine: may another micro-batch start, when to choose anew
+samples, search  latencies by step, worker and micro-batch; their prefix times
+finishing        the same where a started micro-batch is finished
+threshold        the best threshold for given latencies: a pure function
+stragglers       which workers are slow all the time, and how slow
+budget           the live machine: is the step over, when to choose anew
+compensation     what makes up for dropped samples
+theory, distribution, bounds  the paper's formulas
+noise, latencies, streaming   models of delay, drawn in blocks, in bounded memory
+simulate, local_sgd_time      scale graphs and Local-SGD for any number of workers
+columns, traces  reading and writing traces: CSV, Parquet, records
+planner, resampling, plans, plan_words  what a bound would gain on a trace, in words
 """

@@ -25,8 +25,14 @@ from tailbound.lab.children import Children
 from tailbound.lab.crew import Crew, Progress
 from tailbound.lab.orders import Conditions, ServerOrder, WorkerOrder
 from tailbound.records import RecordWriter
-from tailbound.report.build import RECORDS, SETTINGS, build_report, read_run
-from tailbound.report.outcome import RunSettings, Stragglers, Summary
+from tailbound.report.build import (
+    RECORDS,
+    SETTINGS,
+    Outcome,
+    build_report,
+    read_run,
+)
+from tailbound.report.outcome import RunSettings, Stragglers
 
 WINDOW = 5
 """Norms averaged by the detector. On small batches a single step's norm changes by
@@ -169,7 +175,7 @@ class DemoOptions:
 
 def run_demo(
     options: DemoOptions, progress: Progress | None = None
-) -> tuple[Summary, Path]:
+) -> tuple[Outcome, Path]:
     """Train all runs and write the run folder.
 
     Args:

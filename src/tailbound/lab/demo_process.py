@@ -86,10 +86,15 @@ def rush_network() -> None:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
-def yield_to_network() -> None:
-    """Let this thread, which computes, give way to those that carry datagrams."""
+def yield_to_network(policy: int) -> None:
+    """Let this thread, which computes, give way to those that carry datagrams.
+
+    Args:
+        policy: the kernel's number of one that no datagram waits for. SCHED_IDLE; for a
+            thread that mostly sleeps SCHED_OTHER, or it would oversleep.
+    """
     # Of this thread only; there is no way back, so it must not start the next run's.
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 def train(order: WorkerOrder, say: Say) -> None:
@@ -133,7 +138,7 @@ def train(order: WorkerOrder, say: Say) -> None:
         on_record=say,
         run=order.run,
     ) as job:
-        yield_to_network()
+        yield_to_network(os.SCHED_IDLE if slow is None else os.SCHED_OTHER)
         for epoch in range(1, order.epochs + 1):
             begun_s = time.perf_counter()
             for batch in task.batches(

@@ -7,9 +7,12 @@ from tailbound.errors import ConfigError, MissingExtraError
 from tailbound.records import Record, read_lines
 from tailbound.report.outcome import Summary
 from tailbound.report.summary import read_settings, summarise
+from tailbound.report.tails import TailSummary, summarise_tails
 
 RECORDS = "rounds.jsonl"
 SETTINGS = "settings.json"
+
+Outcome = Summary | TailSummary
 
 
 def build_report(directory: Path) -> Path:
@@ -33,21 +36,45 @@ def build_report(directory: Path) -> Path:
     try:
         from tailbound.report.html import make_page
         from tailbound.report.plots import render_plots
+        from tailbound.report.tails_page import make_tail_page
+        from tailbound.report.tails_plots import render_tail_plots
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
         raise MissingExtraError(
             'report needs matplotlib; run: pip install "tailbound[demo]"'
         ) from error
-    page = make_page(summary, records, render_plots(summary, records))
+    if isinstance(summary, TailSummary):
+        page = make_tail_page(summary, render_tail_plots(records))
+    else:
+        page = make_page(summary, records, render_plots(summary, records))
     write_whole(directory / "summary.json", summary.to_json())
     path = directory / "report.html"
     write_whole(path, page)
     return path
 
 
-def read_run(directory: Path) -> tuple[Summary, list[Record]]:
+def draw_overview(outcome: Outcome, records: list[Record], path: Path) -> None:
+    """Draw a run folder's plots into one picture.
+
+    Raises:
+        ConfigError: the runs are not those with a fixed and a phase-aware bound.
+    """
+    from tailbound.report.plots import overview_png
+
+    if isinstance(outcome, TailSummary):
+        raise ConfigError(
+            "--png draws runs with a fixed and a phase-aware bound; the plots of runs "
+            "with slow workers are in report.html"
+        )
+    overview_png(outcome, records, path)
+
+
+def read_run(directory: Path) -> tuple[Outcome, list[Record]]:
     """Read a run folder and summarise it; needs no matplotlib.
+
+    Returns:
+        The summary, of two runs or, with slow workers, of four; and the records.
 
     Raises:
         ConfigError: see :func:`build_report`.
@@ -62,6 +89,8 @@ def read_run(directory: Path) -> tuple[Summary, list[Record]]:
         records = list(read_lines(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if settings.stragglers is not None:
+        return summarise_tails(records, settings), records
     return summarise(records, settings), records
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from matplotlib import rc_context, rcdefaults, rcParams
@@ -225,7 +225,16 @@ def whole_ticks(ax: Axes, view: View) -> None:
     ax.margins(x=0.01)
 
 
-def say_no_data(ax: Axes, view: View, reason: str) -> None:
+class Colored(Protocol):
+    """What has a palette."""
+
+    @property
+    def palette(self) -> Palette:
+        """The colours to draw in."""
+        ...
+
+
+def say_no_data(ax: Axes, view: Colored, reason: str) -> None:
     """An empty plot says why."""
     ax.text(
         0.5,

@@ -191,10 +191,10 @@ def figure(plot: Plot) -> Iterator[str]:
     yield "</section>"
 
 
-def how_it_was_made(settings: RunSettings) -> Iterator[str]:
-    """Settings and versions."""
+def settings_rows(settings: RunSettings) -> list[tuple[str, str]]:
+    """Settings by name, for people."""
     bursts = ", ".join(str(burst_round) for burst_round in settings.burst_rounds)
-    rows = [
+    return [
         ("task", settings.task),
         ("workers", str(settings.workers)),
         ("epochs", str(settings.epochs)),
@@ -213,10 +213,14 @@ def how_it_was_made(settings: RunSettings) -> Iterator[str]:
         ("MTU", f"{settings.mtu} bytes" if settings.mtu != "auto" else "auto"),
         ("started", settings.started),
     ]
+
+
+def how_it_was_made(settings: RunSettings) -> Iterator[str]:
+    """Settings and versions."""
     yield "<section>"
     yield "<h2>How it was made</h2>"
     yield '<div class="columns">'
-    yield from pairs_table("Settings", rows)
+    yield from pairs_table("Settings", settings_rows(settings))
     yield from pairs_table("Versions", sorted(settings.versions.items()))
     yield "</div>"
     yield "</section>"

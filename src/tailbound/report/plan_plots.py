@@ -179,7 +179,7 @@ def draw_latencies(figure: Figure, view: PlanView) -> None:
     right.set_xlabel("compute in a step (s)")
     right.set_ylabel("share (%)")
     if time_s_SW.size == 0:
-        say_no_data(right, view, "every step was cut")  # type: ignore[arg-type]
+        say_no_data(right, view, "every step was cut")
         return
     edges = bin_edges(time_s_SW)
     longest_s = time_s_SW.max(axis=1)

@@ -88,7 +88,8 @@ class Accumulation:
         self._left_weight = 0.0
         self._reached: list[bool] = []
         self._stopped_s: float | None = None
-        self._loss_sum: Tensor | None = None
+        self._losses: list[Tensor] = []
+        self._loss_weights: list[float] = []
 
     def run(self, parts: Iterable[Any], planned: int) -> Generator[Any, None, None]:
         """Give micro-batches until there are no more or the threshold is reached.
@@ -156,9 +157,10 @@ class Accumulation:
             is_whole = True
         if is_whole:
             self._weight += weight
-            # Stays on its device: asking for its value would wait for it.
-            told = loss.detach().float() * weight
-            self._loss_sum = told if self._loss_sum is None else self._loss_sum + told
+            # Stays on its device: asking for its value would wait for it. Arithmetic
+            # on scalars would cost more than all else here; it waits for the step.
+            self._losses.append(loss.detach())
+            self._loss_weights.append(weight)
 
     def declare(self, weight: float) -> None:
         """Count what the caller accumulated itself; see ``Job.declare``."""
@@ -265,9 +267,11 @@ class Accumulation:
         self._handles = []
 
     def _mean_loss(self) -> float | None:
-        if self._loss_sum is None or self._weight == 0.0:
+        if not self._losses:
             return None
-        mean = float(self._loss_sum) / self._weight
+        told = torch.stack([loss.double() for loss in self._losses]).tolist()
+        pairs = zip(told, self._loss_weights, strict=True)
+        mean = sum(loss * weight for loss, weight in pairs) / sum(self._loss_weights)
         return mean if math.isfinite(mean) else None
 
 
