@@ -53,6 +53,10 @@ unit: $(VENV)/.dev
 
 examples: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 examples/server_plan.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 examples/both_bounds.py
+	rm -rf $(VENV)/traces
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/record_trace.py $(VENV)/traces
+	$(BIN)/tailbound plan $(VENV)/traces
 
 clean:
 	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
