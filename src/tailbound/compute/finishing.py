@@ -1,97 +1,72 @@
 """Prefix times where a micro-batch that runs at the threshold is finished.
 
 That is how a step is cut between micro-batches: one may start before the threshold and
-end after it. It counts as kept, and the step lasts until the last of those ends.
+end after it. It counts as kept, and the step lasts until the last of those ends. So a
+threshold matters only by what has started below it, and a step's part of the speedup
+changes only where one of its own micro-batches starts: the best threshold is found by
+one sum over all starts, in order.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tailbound.compute.samples import Floats
 from tailbound.compute.search import PrefixTimes
 
 F64 = NDArray[np.float64]
 
-GRID = 300
-"""Thresholds that are tried. Each costs a look at every worker of every step, and the
-speedup is flat around its best."""
-
 
 class FinishingTimes(PrefixTimes):
-    """The same questions as to PrefixTimes, other answers; the search is on a grid."""
+    """The same questions as to PrefixTimes, other answers: kept is what has started."""
 
-    def speedup(self, cut_s_K: F64, kept_s_K: F64 | None = None) -> F64:
+    def __init__(self, latency_s_SWM: Floats, comm_s_S: F64) -> None:
         """See PrefixTimes."""
-        ends_s_SK = self._ends_s_SK(cut_s_K)
-        gain_SK = (self.longest_s_S + self.comm_s_S)[:, None] / (
-            ends_s_SK + self.comm_s_S[:, None]
+        super().__init__(latency_s_SWM, comm_s_S)
+        shape_SP = self.sorted_s_SP.shape
+        order_SP = np.argsort(self.mark_s_SWM.reshape(shape_SP), axis=1)
+        ends_s_SP = np.take_along_axis(
+            self.prefix_s_SWM.reshape(shape_SP), order_SP, axis=1
         )
-        kept_SK = np.stack(
-            [1.0 - self._dropped_K(step, cut_s_K) for step in self.steps]
-        )
-        mean_K: F64 = (gain_SK * kept_SK).mean(axis=0)
-        return mean_K
-
-    @property
-    def steps(self) -> range:
-        """Numbers of the steps."""
-        return range(len(self.prefix_s_SWM))
-
-    def dropped_share(self, threshold_s_K: F64) -> F64:
-        """See PrefixTimes."""
-        shares = [self._dropped_K(step, threshold_s_K) for step in self.steps]
-        mean_K: F64 = np.mean(shares, axis=0)
-        return mean_K
-
-    def dropped_share_W(self, threshold_s: float) -> F64:
-        """See PrefixTimes."""
-        starts_s_SWM = self.prefix_s_SWM[:, :, :-1]
-        dropped_W = np.count_nonzero(starts_s_SWM >= threshold_s, axis=(0, 2))
-        share_W: F64 = dropped_W / self.prefix_s_SWM[:, 0].size
-        return share_W
-
-    def step_s(self, threshold_s: float) -> float:
-        """See PrefixTimes."""
-        ends_s_S = self._ends_s_SK(np.array([threshold_s]))[:, 0]
-        return float(np.mean(ends_s_S + self.comm_s_S))
-
-    def least_for_everyone(self) -> float:
-        """See PrefixTimes; every worker finishes what it starts, so the first one."""
-        return 0.0
-
-    def least_for_drop(self, max_drop: float) -> float:
-        """See PrefixTimes; the first micro-batch of each worker is never dropped."""
-        starts_s = np.sort(self.prefix_s_SWM[:, :, :-1], axis=None)
-        num_dropped = int(max_drop * self.prefix_s_SWM.size)
-        left = starts_s.size - num_dropped
-        return float(starts_s[left - 1]) if left > 0 else 0.0
+        self._last_end_s_SP = np.maximum.accumulate(ends_s_SP, axis=1)
+        """When the first p micro-batches of a step, by start, have ended."""
 
     def best_above(self, least_s: float) -> tuple[float, float]:
-        """See PrefixTimes; of a grid of thresholds, the least among them."""
-        first = np.searchsorted(self.sorted_s, max(least_s, np.nextafter(0.0, 1.0)))
-        pool_s = self.sorted_s[first:]
-        if not pool_s.size:
+        """Best threshold of all that are above a time; see PrefixTimes.
+
+        All thresholds from one start to the next do the same. The one in the middle is
+        returned, so that times that are a little off do not change what is kept.
+        """
+        comm_s_S1 = self.comm_s_S[:, np.newaxis]
+        step_s_SP = self._last_end_s_SP + comm_s_S1
+        # A step of no time has only begun: more of it starts at 0 s too.
+        worth_SP = np.divide(
+            self.longest_s_S[:, np.newaxis] + comm_s_S1,
+            step_s_SP,
+            out=np.zeros_like(step_s_SP),
+            where=step_s_SP > 0.0,
+        )
+        worth_SP *= np.arange(1, worth_SP.shape[1] + 1)
+        gain_SP = np.diff(worth_SP, axis=1, prepend=0.0)
+        # Stable: ranks on other processors must add up in the same order.
+        order = np.argsort(self.sorted_s_SP, axis=None, kind="stable")
+        speedup_X = np.cumsum(gain_SP.ravel()[order]) / self.sorted_s.size
+        # After the last of equal starts; after the very last nothing is dropped.
+        width_s_X = np.diff(self.sorted_s)
+        is_one_X = (width_s_X > 0.0) & (self.sorted_s[:-1] >= least_s)
+        if not is_one_X.any():
             return np.inf, 1.0
-        ranks = np.unique(np.linspace(0, pool_s.size - 1, GRID).astype(np.int64))
-        threshold_s_K = np.nextafter(pool_s[ranks], np.inf)
-        speedup_K = self.speedup(threshold_s_K)
-        best = int(speedup_K.argmax())
-        return float(threshold_s_K[best]), float(speedup_K[best])
+        best = int(np.where(is_one_X, speedup_X[:-1], 0.0).argmax())
+        threshold_s = float(self.sorted_s[best] + width_s_X[best] / 2.0)
+        return threshold_s, float(self.speedup(np.array([threshold_s]))[0])
 
-    def _dropped_K(self, step: int, threshold_s_K: F64) -> F64:
-        """Share of a step's micro-batches that did not start before each threshold."""
-        prefix_s_WM = self.prefix_s_SWM[step]
-        starts_s = np.sort(prefix_s_WM[:, :-1], axis=None)
-        late_K = starts_s.size - np.searchsorted(starts_s, threshold_s_K)
-        share_K: F64 = late_K / prefix_s_WM.size
-        return share_K
+    def _marks_s_SWM(self) -> F64:
+        """When each micro-batch starts."""
+        starts_s_SWM = np.zeros_like(self.prefix_s_SWM)
+        starts_s_SWM[:, :, 1:] = self.prefix_s_SWM[:, :, :-1]
+        return starts_s_SWM
 
-    def _ends_s_SK(self, threshold_s_K: F64) -> F64:
-        """When the last worker of each step ends under each threshold."""
-        ends_s_SK = np.empty((len(self.prefix_s_SWM), len(threshold_s_K)))
-        for prefix_s_WM, end_s_K in zip(self.prefix_s_SWM, ends_s_SK, strict=True):
-            end_s_K[:] = 0.0
-            for prefix_s_M in prefix_s_WM:
-                runs_K = np.searchsorted(prefix_s_M, threshold_s_K)
-                last_K = np.minimum(runs_K, len(prefix_s_M) - 1)
-                np.maximum(end_s_K, prefix_s_M[last_K], out=end_s_K)
-        return ends_s_SK
+    def _ends_s_BK(self, steps: slice, threshold_s_K: F64) -> F64:
+        """See PrefixTimes: all that have started come to their end."""
+        last_BK = self._kept_BK(steps, threshold_s_K) - 1
+        ends_s_BK: F64 = np.take_along_axis(self._last_end_s_SP[steps], last_BK, axis=1)
+        return ends_s_BK

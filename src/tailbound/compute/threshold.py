@@ -190,7 +190,7 @@ def _describe(
         speedup, step_s = 1.0, baseline_step_s
     # Judged by what no cap would hold back: under a cap the slow may drop nothing.
     free_s = float(curve.threshold_s_K[curve.speedup_K.argmax()])
-    persistent = find_persistent(samples_SWM, times.dropped_share_W(free_s))
+    persistent = find_persistent(times.time_s_SW, times.dropped_share_W(free_s))
     dropped_share = float(dropped_share_W.mean())
     return Choice(
         threshold_s=threshold_s,
