@@ -117,7 +117,7 @@ def test_slow_workers_take_one_sample_a_micro_batch_and_as_long_as_asked() -> No
 
     assert options.batch_size == 12
     assert options.slow_workers == Stragglers(
-        micro_batches=12, micro_batch_s=0.0025, max_drop=0.1, preempt="backward"
+        micro_batches=12, micro_batch_s=0.0025, max_drop=0.12, preempt="backward"
     )
     assert DemoOptions().slow_workers is None
 
@@ -441,7 +441,7 @@ class TestSlowWorkers:
         settings = msgspec.json.decode(text, type=RunSettings)
 
         assert settings.stragglers == Stragglers(
-            micro_batches=12, micro_batch_s=0.001, max_drop=0.1, preempt="backward"
+            micro_batches=12, micro_batch_s=0.001, max_drop=0.12, preempt="backward"
         )
         assert (settings.batch_size, settings.epochs) == (12, 1)
 
