@@ -92,7 +92,7 @@ class Told(Progress):
         ),
         (
             {"stragglers": True, "preempt": "forward"},
-            r"preempt is one of \('micro_batch', 'backward'\), not 'forward'",
+            "--preempt is one of micro_batch, backward, not 'forward'",
         ),
         (
             {"stragglers": True, "max_drop": 1.5},
@@ -120,6 +120,18 @@ def test_slow_workers_take_one_sample_a_micro_batch_and_as_long_as_asked() -> No
         micro_batches=12, micro_batch_s=0.0025, max_drop=0.12, preempt="backward"
     )
     assert DemoOptions().slow_workers is None
+
+
+@pytest.mark.parametrize(
+    ("preempt", "max_drop"), [("micro_batch", 0.10), ("backward", 0.12)]
+)
+def test_more_may_be_left_unfinished_where_parts_of_it_are_kept(
+    preempt: str, max_drop: float
+) -> None:
+    slow = DemoOptions(stragglers=True, preempt=preempt).slow_workers
+
+    assert slow is not None
+    assert slow.max_drop == max_drop
 
 
 def test_slow_workers_are_met_with_neither_bound_with_each_and_with_both() -> None:
