@@ -5,17 +5,15 @@ decision of the regime detector. It follows the reader's light or dark theme and
 width of the screen. Every string that comes from a record or a setting is escaped.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from html import escape
 
 from tailbound.records import Record, StepReport
 from tailbound.report.outcome import RunSettings, Summary
-from tailbound.report.palette import DARK, LIGHT, Palette
+from tailbound.report.page import document, figure, pairs_table, prose
 from tailbound.report.plots import Plot
 from tailbound.report.rows import make_rows
 from tailbound.report.series import decisions, gather
-from tailbound.report.style import STYLE
 from tailbound.report.text import (
     UNKNOWN,
     bound,
@@ -48,39 +46,16 @@ def make_page(summary: Summary, records: Iterable[Record], plots: list[Plot]) ->
         A whole HTML document.
     """
     settings = summary.settings
-    title = escape(f"tailbound: {settings.task}, {settings.started}")
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en">',
-        "<head>",
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{title}</title>",
-        f"<style>{theme()}{STYLE}</style>",
-        "</head>",
-        "<body>",
-        "<main>",
-        *opening(summary),
-        *comparison(summary),
-        *(line for plot in plots for line in figure(plot)),
-        *how_it_was_made(settings),
-        *detector(records),
-        "</main>",
-        "</body>",
-        "</html>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def theme() -> str:
-    """The palettes as CSS variables, light and dark."""
-
-    def variables(palette: Palette) -> str:
-        return "".join(f"--{name}:{color};" for name, color in palette.markers())
-
-    dark = f"@media (prefers-color-scheme:dark){{:root{{{variables(DARK)}}}}}"
-    return f":root{{{variables(LIGHT)}}}{dark}"
+    return document(
+        f"tailbound: {settings.task}, {settings.started}",
+        [
+            *opening(summary),
+            *comparison(summary),
+            *(line for plot in plots for line in figure(plot)),
+            *how_it_was_made(settings),
+            *detector(records),
+        ],
+    )
 
 
 def opening(summary: Summary) -> Iterator[str]:
@@ -107,11 +82,6 @@ def opening(summary: Summary) -> Iterator[str]:
         items = "".join(f"<li>{prose(point)}</li>" for point in points)
         yield f'<ul class="verdict">{items}</ul>'
     yield "</header>"
-
-
-def prose(text: str) -> str:
-    """Escape a sentence, and keep each number on one line with its unit."""
-    return re.sub(r"(?<=\d) (?=ms\b|s\b|%)", "&nbsp;", escape(text))
 
 
 def tiles(summary: Summary) -> Iterator[str]:
@@ -179,18 +149,6 @@ def comparison(summary: Summary) -> Iterator[str]:
     yield "</section>"
 
 
-def figure(plot: Plot) -> Iterator[str]:
-    """One plot in both widths, with its caption."""
-    yield "<section>"
-    yield f"<h2>{escape(plot.title)}</h2>"
-    yield "<figure>"
-    yield f'<div class="plot wide">{plot.wide_svg}</div>'
-    yield f'<div class="plot narrow">{plot.narrow_svg}</div>'
-    yield f"<figcaption>{escape(plot.caption)}</figcaption>"
-    yield "</figure>"
-    yield "</section>"
-
-
 def settings_rows(settings: RunSettings) -> list[tuple[str, str]]:
     """Settings by name, for people."""
     bursts = ", ".join(str(burst_round) for burst_round in settings.burst_rounds)
@@ -224,17 +182,6 @@ def how_it_was_made(settings: RunSettings) -> Iterator[str]:
     yield from pairs_table("Versions", sorted(settings.versions.items()))
     yield "</div>"
     yield "</section>"
-
-
-def pairs_table(title: str, rows: list[tuple[str, str]]) -> Iterator[str]:
-    """Names and values; nothing if there are none."""
-    if rows:
-        yield f'<table class="pairs"><caption>{title}</caption><tbody>'
-        for name, value in rows:
-            yield (
-                f'<tr><th scope="row">{escape(name)}</th><td>{prose(value)}</td></tr>'
-            )
-        yield "</tbody></table>"
 
 
 def detector(records: Iterable[Record]) -> Iterator[str]:

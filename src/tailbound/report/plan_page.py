@@ -22,16 +22,14 @@ from tailbound.compute.plans import Plan
 from tailbound.compute.samples import Floats
 from tailbound.report.build import write_whole
 from tailbound.report.folders import filled_folder
-from tailbound.report.html import figure, pairs_table, prose, theme
+from tailbound.report.page import document, figure, pairs_table, prose, table, tile
 from tailbound.report.plan_rows import (
     SIZE_HEADINGS,
     WORKER_HEADINGS,
-    Row,
     size_rows,
     worker_rows,
 )
 from tailbound.report.plots import Plot
-from tailbound.report.style import STYLE
 from tailbound.report.text import UNKNOWN, plural
 
 FEW_WORKERS = 16
@@ -72,28 +70,17 @@ def write_plan(folder: Path, plan: Plan, latency_s_SWM: Floats, name: str) -> Pa
 
 def make_plan_page(plan: Plan, plots: list[Plot], name: str) -> str:
     """Put the page together; the same input gives the same text."""
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en">',
-        "<head>",
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{escape(f'tailbound plan: {name}')}</title>",
-        f"<style>{theme()}{STYLE}{PLAN_STYLE}</style>",
-        "</head>",
-        "<body>",
-        "<main>",
-        *opening(plan, name),
-        *(line for plot in plots for line in figure(plot)),
-        *sizes(plan),
-        *workers(plan),
-        *made_from(plan, name),
-        "</main>",
-        "</body>",
-        "</html>",
-    ]
-    return "\n".join(parts) + "\n"
+    return document(
+        f"tailbound plan: {name}",
+        [
+            *opening(plan, name),
+            *(line for plot in plots for line in figure(plot)),
+            *sizes(plan),
+            *workers(plan),
+            *made_from(plan, name),
+        ],
+        extra_style=PLAN_STYLE,
+    )
 
 
 def opening(plan: Plan, name: str) -> Iterator[str]:
@@ -121,11 +108,7 @@ def opening(plan: Plan, name: str) -> Iterator[str]:
     )
     yield '<div class="tiles">'
     for label, value, note in tiles:
-        yield (
-            f'<div class="tile"><span class="label">{label}</span>'
-            f'<span class="ratio">{prose(value)}</span>'
-            f'<span class="values">{prose(note)}</span></div>'
-        )
+        yield tile(label, value, note)
     yield "</div>"
     items = "".join(f"<li>{prose(sentence)}</li>" for sentence in sentences(plan))
     yield f'<ul class="verdict">{items}</ul>'
@@ -140,7 +123,9 @@ def sizes(plan: Plan) -> Iterator[str]:
     """The table of the trace and the estimates."""
     yield "<section>"
     yield "<h2>Other sizes</h2>"
-    yield from table(SIZE_HEADINGS, size_rows(plan))
+    yield from table(
+        SIZE_HEADINGS, [(row.cells, row.is_main) for row in size_rows(plan)]
+    )
     yield (
         '<p class="note">The first row is the trace, the others are estimates: what is '
         "recorded stays, what is added is drawn from it, independent of the rest of "
@@ -158,22 +143,9 @@ def workers(plan: Plan) -> Iterator[str]:
     is_open = " open" if len(rows) <= FEW_WORKERS else ""
     yield f"<details{is_open}>"
     yield f"<summary>{escape(plural(len(rows), 'worker'))}, slowest first</summary>"
-    yield from table(WORKER_HEADINGS, rows)
+    yield from table(WORKER_HEADINGS, [(row.cells, row.is_main) for row in rows])
     yield "</details>"
     yield "</section>"
-
-
-def table(headings: tuple[str, ...], rows: list[Row]) -> Iterator[str]:
-    """A table with names in its first column."""
-    yield '<div class="scroll"><table class="comparison"><thead><tr>'
-    yield "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
-    yield "</tr></thead><tbody>"
-    for row in rows:
-        kind = ' class="main"' if row.is_main else ""
-        first, *rest = row.cells
-        cells = "".join(f"<td>{prose(cell)}</td>" for cell in rest)
-        yield f'<tr{kind}><th scope="row">{prose(first)}</th>{cells}</tr>'
-    yield "</tbody></table></div>"
 
 
 def made_from(plan: Plan, name: str) -> Iterator[str]:

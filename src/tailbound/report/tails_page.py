@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from html import escape
 
-from tailbound.report.html import figure, pairs_table, prose, settings_rows, theme
+from tailbound.report.html import settings_rows
+from tailbound.report.page import document, figure, pairs_table, prose, table, tile
 from tailbound.report.plots import Plot
-from tailbound.report.style import STYLE
-from tailbound.report.tails import NAMES, RUNS, TailSummary
+from tailbound.report.tails import NAMES, TailSummary
 from tailbound.report.tails_table import tail_rows
 from tailbound.report.tails_words import headline, sentences
 from tailbound.report.text import number, percent, plural, times, with_unit
@@ -17,28 +17,15 @@ WHERE = {"backward": "in the backward", "micro_batch": "between micro-batches"}
 def make_tail_page(summary: TailSummary, plots: list[Plot]) -> str:
     """Put the page together; the same input gives the same text."""
     settings = summary.settings
-    title = escape(f"tailbound: {settings.task}, {settings.started}")
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en">',
-        "<head>",
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{title}</title>",
-        f"<style>{theme()}{STYLE}</style>",
-        "</head>",
-        "<body>",
-        "<main>",
-        *opening(summary),
-        *comparison(summary),
-        *(line for plot in plots for line in figure(plot)),
-        *how_it_was_made(summary),
-        "</main>",
-        "</body>",
-        "</html>",
-    ]
-    return "\n".join(parts) + "\n"
+    return document(
+        f"tailbound: {settings.task}, {settings.started}",
+        [
+            *opening(summary),
+            *comparison(summary),
+            *(line for plot in plots for line in figure(plot)),
+            *how_it_was_made(summary),
+        ],
+    )
 
 
 def opening(summary: TailSummary) -> Iterator[str]:
@@ -68,11 +55,7 @@ def opening(summary: TailSummary) -> Iterator[str]:
             ("dropped", percent(both.dropped_share), "of the micro-batches"),
             ("metric kept", percent(ratio.metric_kept), both.metric_name or ""),
         ):
-            yield (
-                f'<div class="tile"><span class="label">{label}</span>'
-                f'<span class="ratio">{prose(value)}</span>'
-                f'<span class="values">{prose(note)}</span></div>'
-            )
+            yield tile(label, value, note)
         yield "</div>"
     items = "".join(f"<li>{prose(text)}</li>" for text in sentences(summary))
     yield f'<ul class="verdict">{items}</ul>'
@@ -83,14 +66,10 @@ def comparison(summary: TailSummary) -> Iterator[str]:
     """The table of the four runs."""
     yield "<section>"
     yield "<h2>The four runs</h2>"
-    yield '<div class="scroll"><table class="comparison"><thead><tr><th></th>'
-    yield "".join(f'<th scope="col">{NAMES[run]}</th>' for run in RUNS)
-    yield "</tr></thead><tbody>"
-    for row in tail_rows(summary):
-        kind = ' class="main"' if row.is_main else ""
-        cells = "".join(f"<td>{prose(cell)}</td>" for cell in row.cells)
-        yield f'<tr{kind}><th scope="row">{escape(row.label)}</th>{cells}</tr>'
-    yield "</tbody></table></div>"
+    yield from table(
+        ("", *NAMES.values()),
+        [((row.label, *row.cells), row.is_main) for row in tail_rows(summary)],
+    )
     yield (
         '<p class="note">A step takes as long as its slowest rank, compute and '
         "exchange together. Steps up to the end of the calibration are left out. All "
