@@ -28,12 +28,11 @@ TURNS, MICRO_BATCHES = 60, 200
 
 def make(preempt: str | None) -> tuple[torch.nn.Module, Accumulation]:
     model = torch.nn.Linear(1, 1)
-    bound = None
     budget = None
     if preempt is not None:
         bound = ComputeBound(threshold_s=1e9, preempt=preempt)  # type: ignore[arg-type]
         budget = Budget(bound, num_micro_batches=MICRO_BATCHES, rank=0, world_size=1)
-    return model, Accumulation(list(model.parameters()), CpuClock(), budget, bound)
+    return model, Accumulation(list(model.parameters()), CpuClock(), budget)
 
 
 def plain(model: torch.nn.Module, x: torch.Tensor) -> Iterator[float]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tailbound.cli_compute import add_commands
+from tailbound.cli_compute import Json, add_commands
 from tailbound.errors import ConfigError, ShapeError, TailboundError
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ app = typer.Typer(
 )
 
 add_commands(app)
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """Exit codes, as shells have them."""
@@ -341,6 +339,7 @@ def _shown_progress() -> "Iterator[Progress]":
 
     from tailbound.lab.crew import Progress
     from tailbound.records import EpochReport, StepReport
+    from tailbound.report.tails import NAMES
 
     bars = Bars(
         TextColumn("{task.description}"),
@@ -363,8 +362,7 @@ def _shown_progress() -> "Iterator[Progress]":
                 bars.remove_task(self.bar)
                 self.is_starting = False
                 bars.start()
-            names = {"neither": "no bound", "both": "both bounds"}
-            name = names.get(run, f"{run} bound")
+            name = NAMES.get(run, f"{run} bound")
             self.bar = bars.add_task(name, total=steps, state="")
 
         def step(self, run: str, report: StepReport) -> None:

@@ -235,7 +235,7 @@ def test_s06_the_host_cannot_run_past_the_threshold() -> None:
     bound = ComputeBound(threshold_s=0.2)
     budget = Budget(bound, num_micro_batches=8, rank=0, world_size=1)
     clock = EventClock(device.make_event, sleep=device.host.pass_s)
-    accumulation = Accumulation([], clock, budget, bound)
+    accumulation = Accumulation([], clock, budget)
 
     for _ in accumulation.run(range(8), 8):
         device.queue(0.05)

@@ -63,7 +63,7 @@ def make(
     budget = None
     if bound is not None:
         budget = Budget(bound, num_micro_batches=num, rank=0, world_size=1)
-    return Accumulation(list(model.parameters()), hand.clock(), budget, bound)
+    return Accumulation(list(model.parameters()), hand.clock(), budget)
 
 
 def run(

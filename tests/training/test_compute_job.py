@@ -1,5 +1,6 @@
 """The job under a compute bound: normalisation, choosing, records, compensation."""
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -218,6 +219,27 @@ def test_a15_else_they_are_listed() -> None:
 
     # Rank r has 2 k + r; of each four the last is dropped.
     assert [unused for _, unused in outcomes] == [(6, 14), (7, 15)]
+
+
+def test_a15_samples_of_a_step_that_was_given_up_are_unused() -> None:
+    """An error left half a gradient, so the whole step counts for nothing."""
+
+    def work(rank: int, make_exchange: MakeExchange) -> tuple[int, ...]:
+        job, model, _ = attach_slow(rank, make_exchange, ComputeBound(), 4)
+        sampler = tailbound.ResamplingSampler(4, num_replicas=1, rank=0, shuffle=False)
+        data = TensorDataset(torch.ones(4, 1))
+        broken = torch.full((1,), 2.0, requires_grad=True)
+        broken.register_hook(lambda _: 1 / 0)  # type: ignore[no-untyped-call]
+        with job:
+            for (batch,) in job.epoch(DataLoader(data, 4, sampler=sampler)):
+                for number, x in enumerate(job.micro_batches(batch)):
+                    loss = model(x) if number != 2 else (model(x) * broken).sum()
+                    with contextlib.suppress(ZeroDivisionError):
+                        job.backward(loss)
+                job.step()
+        return sampler.unused
+
+    assert run_ranks(work, num=1) == [(0, 1, 2, 3)]
 
 
 def test_an_epoch_needs_a_sampler_that_listens() -> None:

@@ -6,6 +6,7 @@ threshold        the best threshold for given latencies: a pure function
 stragglers       which workers are slow all the time, and how slow
 budget           the live machine: is the step over, when to choose anew
 compensation     what makes up for dropped samples
+checks           numbers in their ranges
 theory, distribution, bounds  the paper's formulas
 noise, latencies, streaming   models of delay, drawn in blocks, in bounded memory
 simulate, local_sgd_time      scale graphs and Local-SGD for any number of workers

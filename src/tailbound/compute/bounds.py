@@ -17,7 +17,7 @@ Source: DropCompute, theorem:non_convex, theorem:convex_case, appendix:proof; sp
 
 import math
 
-from tailbound.config import require
+from tailbound.compute.checks import check_not_negative, check_positive
 
 
 def non_convex_bound(
@@ -135,8 +135,6 @@ def check(
         ("max_batch", max_batch),
         ("num_samples", num_samples),
     ):
-        require(value > 0.0 and math.isfinite(value), f"{name} is above 0, not {value}")
+        check_positive(name, value)
     for name, value in (("gradient_std", gradient_std), *start.items()):
-        require(
-            value >= 0.0 and math.isfinite(value), f"{name} is 0 or more, not {value}"
-        )
+        check_not_negative(name, value)

@@ -88,7 +88,9 @@ class Budget:
         rank: int,
         world_size: int,
     ) -> None:
-        self._bound, self._rank, self._world_size = bound, rank, world_size
+        self.bound = bound
+        """The settings."""
+        self._rank, self._world_size = rank, world_size
         self._base_micro_batches = num_micro_batches
         self.num_micro_batches = num_micro_batches
         """Planned in the next step; grows with ``compensate="batch"``."""
@@ -111,7 +113,7 @@ class Budget:
         """Of the step to come."""
         if self._decided_at is not None:
             return Phase.BOUNDED
-        is_warm = self.step >= self._bound.warmup_steps
+        is_warm = self.step >= self.bound.warmup_steps
         return Phase.CALIBRATION if is_warm else Phase.WARM_UP
 
     @property
@@ -144,14 +146,14 @@ class Budget:
         if sample.total_planned == whole:
             self._window.append(sample)
         if phase is Phase.CALIBRATION:
-            steps = self._bound.warmup_steps + self._bound.calibration_steps
+            steps = self.bound.warmup_steps + self.bound.calibration_steps
             # An epoch's short last steps do not count; one whole step is needed.
             return self.step >= steps and self.has_news
         self._dropped += sample.total_planned - sample.total_computed
         self._bounded_planned += sample.total_planned
         self._recent.append((sample.total_computed, sample.total_planned))
         assert self._decided_at is not None  # bounded
-        due = self.step - self._decided_at >= self._bound.retune_every
+        due = self.step - self._decided_at >= self.bound.retune_every
         return (due or self._drops_too_much()) and self.has_news
 
     @property
@@ -195,7 +197,7 @@ class Budget:
             relative_W, individual_W = self._scores(latency_s_SWM)
         if self._is_auto:
             self._threshold_s = math.inf if choice is None else choice.threshold_s
-            if choice is not None and self._bound.compensate == "batch":
+            if choice is not None and self.bound.compensate == "batch":
                 self._grow(choice)
         kept = float(computed_W.mean()) / planned
         realised = step_s if was_bounded else None
@@ -218,12 +220,12 @@ class Budget:
 
     def _choose(self, latency_s_SWM: F64, comm_s_S: F64) -> Choice:
         """The best threshold; or the fixed one, with what is to be expected of it."""
-        finish_started = self._bound.preempt == "micro_batch"
+        finish_started = self.bound.preempt == "micro_batch"
         if self._is_auto:
             return choose(
                 latency_s_SWM,
                 comm_s_S,
-                max_drop=self._bound.max_drop,
+                max_drop=self.bound.max_drop,
                 finish_started=finish_started,
             )
         return evaluate(
@@ -255,11 +257,11 @@ class Budget:
 
     def _drops_too_much(self) -> bool:
         """More than expected was dropped in the newest steps (``auto`` only)."""
-        if not self._is_auto or len(self._recent) < self._bound.calibration_steps:
+        if not self._is_auto or len(self._recent) < self.bound.calibration_steps:
             return False
         computed = sum(computed for computed, _ in self._recent)
         planned = sum(planned for _, planned in self._recent)
-        return planned - computed > TOO_MUCH * self._bound.max_drop * planned
+        return planned - computed > TOO_MUCH * self.bound.max_drop * planned
 
     def _unpack_untrusted(self, parts: tuple[bytes, ...]) -> F64:
         shape = (len(self._window), self.num_micro_batches + _NUMBERS)

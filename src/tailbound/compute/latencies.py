@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tailbound.compute.noise import (
-    Noise,
+from tailbound.compute.checks import (
     check_not_negative,
     check_positive,
     check_share,
 )
+from tailbound.compute.noise import Noise
 from tailbound.config import require
 
 F64 = NDArray[np.float64]

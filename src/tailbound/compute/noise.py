@@ -17,6 +17,12 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from tailbound.compute.checks import (
+    check_not_negative,
+    check_number,
+    check_positive,
+    check_share,
+)
 from tailbound.config import require
 
 F64 = NDArray[np.float64]
@@ -320,23 +326,3 @@ def make_noise(kind: str, *, base_s: float, variance_s2: float | None = None) ->
         f"--variance is above 0 square seconds, not {variance_s2}",
     )
     return makers[kind](TABLE_MEAN_S, variance_s2)
-
-
-def check_number(name: str, value: float) -> None:
-    """Raise ConfigError unless the value is a finite number."""
-    require(math.isfinite(value), f"{name} is a finite number, not {value}")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raise ConfigError unless the value is finite and above 0."""
-    require(value > 0.0 and math.isfinite(value), f"{name} is above 0, not {value}")
-
-
-def check_not_negative(name: str, value: float) -> None:
-    """Raise ConfigError unless the value is finite and 0 or more."""
-    require(value >= 0.0 and math.isfinite(value), f"{name} is 0 or more, not {value}")
-
-
-def check_share(name: str, value: float) -> None:
-    """Raise ConfigError unless the value is a share."""
-    require(0.0 <= value <= 1.0, f"{name} is a share in [0, 1], not {value}")

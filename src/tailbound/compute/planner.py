@@ -66,8 +66,8 @@ def plan(
             planned with, see :func:`~tailbound.compute.threshold.choose`.
     """
     comm_s_S, is_comm_known = _comm(trace, comm_s)
-    choice = choose(trace.latency_s_SWM, comm_s_S, max_drop=max_drop)
     latency_s_SWM, imputed_share = impute(trace.latency_s_SWM)
+    choice = choose(latency_s_SWM, comm_s_S, max_drop=max_drop)
     prefix = PrefixTimes(latency_s_SWM, comm_s_S)
     cases = _cases(latency_s_SWM.shape, num_workers, num_micro_batches)
     rng = np.random.default_rng(0) if rng is None else rng

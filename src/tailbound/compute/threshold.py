@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tailbound.compute.finishing import FinishingTimes
-from tailbound.compute.samples import Floats, check_samples, impute
+from tailbound.compute.samples import Floats, impute
 from tailbound.compute.search import PrefixTimes
 from tailbound.compute.stragglers import find_persistent
 from tailbound.config import require
@@ -144,7 +144,7 @@ def evaluate(
 def _prepare(
     latency_s_SWM: ArrayLike, comm_s_S: ArrayLike, finish_started: bool
 ) -> tuple[PrefixTimes, Floats, float]:
-    samples_SWM, imputed_share = impute(check_samples(latency_s_SWM))
+    samples_SWM, imputed_share = impute(latency_s_SWM)
     comm = np.asarray(comm_s_S, dtype=np.float64)
     if comm.ndim > 1 or (comm.ndim == 1 and len(comm) != len(samples_SWM)):
         raise ShapeError(

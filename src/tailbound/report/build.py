@@ -1,6 +1,8 @@
 """Build a run folder's report: records and settings in, summary and page out."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tailbound.errors import ConfigError, MissingExtraError
@@ -33,17 +35,11 @@ def build_report(directory: Path) -> Path:
         MissingExtraError: matplotlib is not installed.
     """
     summary, records = read_run(directory)
-    try:
+    with needs_matplotlib("report needs"):
         from tailbound.report.html import make_page
         from tailbound.report.plots import render_plots
         from tailbound.report.tails_page import make_tail_page
         from tailbound.report.tails_plots import render_tail_plots
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise MissingExtraError(
-            'report needs matplotlib; run: pip install "tailbound[demo]"'
-        ) from error
     if isinstance(summary, TailSummary):
         page = make_tail_page(summary, render_tail_plots(records))
     else:
@@ -52,6 +48,26 @@ def build_report(directory: Path) -> Path:
     path = directory / "report.html"
     write_whole(path, page)
     return path
+
+
+@contextmanager
+def needs_matplotlib(who: str) -> Iterator[None]:
+    """Import what draws in the ``with`` block.
+
+    Args:
+        who: and the verb, for the message.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        raise MissingExtraError(
+            f'{who} matplotlib; run: pip install "tailbound[demo]"'
+        ) from error
 
 
 def draw_overview(outcome: Outcome, records: list[Record], path: Path) -> None:

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tailbound.compute.simulate import Simulation
-from tailbound.errors import ConfigError, MissingExtraError
-from tailbound.report.build import write_whole
+from tailbound.errors import ConfigError
+from tailbound.report.build import needs_matplotlib, write_whole
 
 
 @contextmanager
@@ -19,13 +19,8 @@ def filled_folder(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise MissingExtraError(
-            'plots need matplotlib; run: pip install "tailbound[demo]"'
-        ) from error
+        with needs_matplotlib("plots need"):
+            yield
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from tailbound.compute.budget import Budget
-from tailbound.config import ComputeBound
 from tailbound.errors import ConfigError
 from tailbound.training.clocks import ComputeClock
 
@@ -53,8 +52,7 @@ class Accumulation:
     Args:
         parameters: those that get gradients.
         clock: measures the compute.
-        budget: says when it is enough; None: never.
-        bound: how to stop; None: never.
+        budget: says when it is enough, and how to stop; None: never.
     """
 
     def __init__(
@@ -62,11 +60,10 @@ class Accumulation:
         parameters: list[nn.Parameter],
         clock: ComputeClock,
         budget: Budget | None,
-        bound: ComputeBound | None,
     ) -> None:
         self._parameters, self._clock, self._budget = parameters, clock, budget
-        self._preempts = bound is not None and bound.preempt == "backward"
-        self._keeps = bound is not None and bound.partial == "keep"
+        self._preempts = budget is not None and budget.bound.preempt == "backward"
+        self._keeps = budget is not None and budget.bound.partial == "keep"
         self._handles = []
         if self._preempts:
             self._handles = [
@@ -250,11 +247,6 @@ class Accumulation:
             overshoot_s=overshoot_s,
             loss=self._mean_loss(),
         )
-
-    @property
-    def num_finished(self) -> int:
-        """Micro-batches of ``run`` that were finished in this step."""
-        return self._finished
 
     def clear(self) -> None:
         """Forget the step that was exchanged."""

@@ -141,7 +141,7 @@ def attach_through(
         )
     parameters = [p for bucket in buckets for p in bucket.parameters]
     accumulation = Accumulation(
-        parameters, clock or make_clock(parameters[0].device), budget, compute
+        parameters, clock or make_clock(parameters[0].device), budget
     )
     return Job(
         inner,
@@ -150,7 +150,6 @@ def attach_through(
         buckets,
         accumulation,
         micro_batches=micro_batches,
-        compute=compute,
         budget=budget,
         held=held,
         on_record=on_record,

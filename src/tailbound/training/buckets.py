@@ -1,7 +1,7 @@
 """A model's gradients as flat buckets, one per dtype, and its state as bytes."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tailbound.errors import ConfigError, HandshakeError
 from tailbound.protocol.wire import BucketSpec
+from tailbound.training.exchange import AllGather
 
 NAMES: dict[torch.dtype, str] = {
     torch.float32: "float32",
@@ -151,9 +152,7 @@ def _load(tensors: list[Tensor], data: bytes, what: str) -> None:
             start += size
 
 
-def equalise(
-    model: nn.Module, all_gather: Callable[[bytes], tuple[bytes, ...]], rank: int
-) -> None:
+def equalise(model: nn.Module, all_gather: AllGather, rank: int) -> None:
     """Set parameters and buffers to rank 0's, on every rank.
 
     Args:

@@ -5,7 +5,6 @@ may end the step at any time; a rank that never runs it would leave the others w
 So DDP stays in ``no_sync`` and the job makes the one exchange of each step.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from torch import nn
@@ -13,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tailbound.errors import ConfigError
 from tailbound.training.buckets import buffer_bytes, load_buffer_bytes
-
-AllGather = Callable[[bytes], tuple[bytes, ...]]
+from tailbound.training.exchange import AllGather
 
 
 class HeldDdp:

@@ -1,7 +1,7 @@
 """What a job exchanges through: a bounded-loss group, a process group, or nothing."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch import Tensor
 from tailbound.errors import ConfigError, PeerLostError
 from tailbound.protocol.events import Reduced
 from tailbound.transport.group import Group
+
+AllGather = Callable[[bytes], tuple[bytes, ...]]
+"""Exchanges byte strings exactly; one per rank comes back, in rank order."""
 
 
 class Exchange(ABC):

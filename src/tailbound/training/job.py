@@ -1,7 +1,6 @@
 """The job object: micro-batches in, one bounded all-reduce and optimizer step out."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from tailbound.compute.budget import Budget, StepSample
 from tailbound.compute.compensation import extra_steps, normalize_factor
-from tailbound.config import ComputeBound
 from tailbound.errors import ConfigError, JobClosedError, TailboundError
 from tailbound.protocol.events import Reduced
 from tailbound.records import Record, RoundReport, StepReport, ThresholdReport
@@ -24,6 +22,7 @@ from tailbound.training.ddp import HeldDdp
 from tailbound.training.exchange import Exchange
 from tailbound.training.leaving import describe, note_closed, note_open
 from tailbound.training.samplers import ResamplingSampler, resampled_batches
+from tailbound.training.step_records import describe_step, label_rounds
 
 _log = logging.getLogger("tailbound")
 
@@ -42,7 +41,6 @@ class Job:
         accumulation: Accumulation,
         *,
         micro_batches: int,
-        compute: ComputeBound | None,
         budget: Budget | None,
         held: HeldDdp | None,
         on_record: OnRecord | None,
@@ -51,7 +49,7 @@ class Job:
         self._model, self._optimizer = model, optimizer
         self._exchange, self._buckets = exchange, buckets
         self._accumulation, self._micro_batches = accumulation, micro_batches
-        self._compute, self._budget, self._held = compute, budget, held
+        self._budget, self._held = budget, held
         self._on_record, self._run = on_record, run
         self._step = 0
         self._sampler: ResamplingSampler | None = None
@@ -126,7 +124,8 @@ class Job:
                 "which learns what was dropped"
             )
         self._sampler = sampler
-        if self._compute is not None and self._compute.compensate == "resample":
+        budget = self._budget
+        if budget is not None and budget.bound.compensate == "resample":
             return resampled_batches(loader, sampler, self._exchange.all_gather)
         return iter(loader)
 
@@ -208,10 +207,19 @@ class Job:
                 self._step,
             )
         self._optimizer.zero_grad()
-        report = self._report(
-            reduced, work, skipped, compute_s, exchange_s, threshold_s
+        self.rounds = label_rounds(reduced, run=self._run, step=self._step)
+        report = describe_step(
+            reduced,
+            self.rounds,
+            work,
+            run=self._run,
+            rank=self.rank,
+            step=self._step,
+            compute_s=compute_s,
+            exchange_s=exchange_s,
+            threshold_s=threshold_s,
         )
-        self._tell_sampler()
+        self._tell_sampler(work)
         self._accumulation.clear()
         step_s = time.perf_counter() - self._ended_s
         self._note(*self.rounds, report)
@@ -261,9 +269,9 @@ class Job:
     def _apply(self, reduced: Reduced) -> None:
         """Normalise the mean as the bound says, and step."""
         factor = 1.0
-        if self._compute is not None and self._budget is not None:
+        if self._budget is not None:
             factor = normalize_factor(
-                self._compute.normalize,
+                self._budget.bound.normalize,
                 reduced.total_computed,
                 reduced.total_planned,
                 self._budget.mean_dropped_share,
@@ -274,11 +282,11 @@ class Job:
             bucket.push()
         self._optimizer.step()
 
-    def _tell_sampler(self) -> None:
+    def _tell_sampler(self, work: Work) -> None:
         """Say which samples of the step's batch were used: those at its front."""
         sizes, self._part_sizes = self._part_sizes, []
         if self._sampler is not None and sizes:
-            used = sum(sizes[: self._accumulation.num_finished])
+            used = sum(sizes[: int(work.computed)])
             self._sampler.acknowledge(sum(sizes), used)
 
     def _bound_next(
@@ -363,51 +371,3 @@ class Job:
     def _require_open(self) -> None:
         if self._closed:
             raise JobClosedError("the job is closed; attach again to go on")
-
-    def _report(
-        self,
-        reduced: list[Reduced],
-        work: Work,
-        skipped: bool,
-        compute_s: float,
-        exchange_s: float,
-        threshold_s: float | None,
-    ) -> StepReport:
-        rounds: list[RoundReport] = [
-            msgspec.structs.replace(report, run=self._run, step=self._step)
-            for event in reduced
-            for report in event.reports
-        ]
-        self.rounds = tuple(rounds)
-        ways_in = [report for report in rounds if report.direction == "in"]
-        num_chunks = sum(report.num_chunks for report in ways_in)
-        missing = sum(report.missing for report in ways_in)
-        # With several buckets: the norm of all of them, the strictest bound, and the
-        # verdict on the largest change.
-        told = max(reduced, key=lambda event: event.ratio or 0.0)
-        strictest = min(reduced, key=lambda event: event.p)
-        return StepReport(
-            run=self._run,
-            rank=self.rank,
-            step=self._step,
-            weight=work.weight,
-            total_weight=told.total_weight,
-            skipped=skipped,
-            compute_s=compute_s,
-            exchange_s=exchange_s,
-            p=strictest.p,
-            critical=strictest.critical,
-            norm=math.hypot(*(event.norm for event in reduced)),
-            ratio=told.ratio,
-            verdict=told.verdict,
-            missing_share=missing / num_chunks if num_chunks else 0.0,
-            loss=work.loss,
-            planned=work.planned,
-            computed=work.computed,
-            total_planned=told.total_planned,
-            total_computed=told.total_computed,
-            threshold_s=threshold_s,
-            overshoot_s=work.overshoot_s,
-            partial_share=work.partial_share,
-            latency_s=work.latency_s,
-        )

@@ -9,16 +9,15 @@ Source: DropCompute, section:dropped_samples_compensation; spec C6; FIELD A15.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from tailbound.errors import ConfigError
+from tailbound.training.exchange import AllGather
 from tailbound.training.rendezvous import find_place
-
-AllGather = Callable[[bytes], tuple[bytes, ...]]
 
 MAX_PASSES = 20
 """Of an epoch. At 10 % drop a million samples are down to one after six; who needs
