@@ -466,6 +466,13 @@ def test_norms_are_summed_wider_than_float32() -> None:
     assert norm_L.tolist() == [pytest.approx(5e30), pytest.approx(5e-30)]
 
 
+def test_the_norm_of_float32_is_exact_to_a_millionth() -> None:
+    """20000 values of 0.1: the root of 200. float32 has 24 bits, 8192 terms a block."""
+    values_N = np.full(20_000, 0.1, dtype=np.float32)
+
+    assert l2_norm(values_N) == pytest.approx(14.142135623730951, rel=1e-6)
+
+
 def test_norm_of_more_than_a_block() -> None:
     """100000 values of 2: the root of 400000."""
     values_N = np.full(100_000, 2.0, dtype=np.float16)

@@ -36,6 +36,10 @@ DOT_ELEMENTS = 1 << 13
 which took the core of the worker beside us and made a round three times slower."""
 
 
+SAFE_SQUARE = (1e-20, 1e38)
+"""Sums of squares that float32 holds without overflow or a loss to underflow."""
+
+
 @dataclass(frozen=True, slots=True)
 class WireFormat:
     """How the elements of a bucket look on the wire and in the sum."""
@@ -197,7 +201,7 @@ def masked_mean(grad_WN: Values, arrived_WN: Mask, weight_W: F64) -> tuple[F64, 
 
 
 def l2_norms(values_N: Values, ends_L: ArrayLike) -> F64:
-    """L2 norm of each tensor of a flat bucket, summed in float64.
+    """L2 norm of each tensor of a flat bucket, its blocks summed in float64.
 
     Args:
         values_N: floats of any width; uint16 is read as bfloat16.
@@ -216,11 +220,25 @@ def l2_norms(values_N: Values, ends_L: ArrayLike) -> F64:
     return np.array([l2_norm(values_N[start:stop]) for start, stop in spans])
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def l2_norm(values_N: Values) -> float:
-    """L2 norm of a flat array, summed in float64; see :func:`l2_norms`."""
+    """L2 norm of a flat array; see :func:`l2_norms`.
+
+    Blocks of float32 are squared in float32, which is exact to about 1e-6 and takes a
+    third of the time; a block that comes near its range is squared in float64.
+    """
     total = 0.0
-    for block in float64_blocks(values_N, DOT_ELEMENTS):
-        total += float(np.dot(block, block))
+    if values_N.dtype != np.float32 or values_N.ndim != 1:
+        for block in float64_blocks(values_N, DOT_ELEMENTS):
+            total += float(np.dot(block, block))
+        return math.sqrt(total)
+    for start in range(0, len(values_N), DOT_ELEMENTS):
+        narrow_block = values_N[start : start + DOT_ELEMENTS]
+        square = float(np.dot(narrow_block, narrow_block))
+        if not SAFE_SQUARE[0] < square < SAFE_SQUARE[1]:
+            (block,) = float64_blocks(narrow_block, DOT_ELEMENTS)
+            square = float(np.dot(block, block))
+        total += square
     return math.sqrt(total)
 
 

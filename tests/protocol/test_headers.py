@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tailbound.errors import ShapeError
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
-from tailbound.protocol.headers import BucketBytes, HeaderTable
+from tailbound.protocol.headers import BucketBytes, HeaderTable, MeanBytes
 from tailbound.protocol.wire import HEADER, headers_untrusted
 
 KEY = RoundKey(5, 1, Direction.IN)
@@ -68,6 +68,39 @@ def test_a_batch_holds_each_chunks_bytes_and_the_short_one_last(
         (chunk, whole[chunk * 6 : chunk * 6 + 6]) for chunk in chunks
     ]
     assert bytes(out[end:]) == b"\xaa" * (200 - end)
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
+@pytest.mark.parametrize("chunks", [[0, 1, 3], [2, 0], [3]], ids=str)
+def test_a_mean_is_divided_as_it_leaves(dtype: str, chunks: list[int]) -> None:
+    sum_N = np.array([4, 8, 12, 16, 20, 24, 28], dtype)  # chunks of 2, the last has 1
+    layout = ChunkLayout(7, itemsize=sum_N.itemsize, room_bytes=2 * sum_N.itemsize)
+    out = bytearray(200)
+
+    end = MeanBytes(sum_N, layout, 4.0).pack(
+        np.array(chunks), make_table(layout), memoryview(out)
+    )
+
+    mean = {0: [1.0, 2.0], 1: [3.0, 4.0], 2: [5.0, 6.0], 3: [7.0]}
+    found = unpack(bytes(out[:end]), layout.segment_bytes)
+    assert [(chunk, np.frombuffer(data, dtype).tolist()) for chunk, data in found] == [
+        (chunk, mean[chunk]) for chunk in chunks
+    ]
+    assert sum_N.tolist() == [4, 8, 12, 16, 20, 24, 28]
+
+
+def test_a_mean_that_overflows_is_inf_without_a_warning() -> None:
+    sum_N = np.array([3e38, -3e38, np.inf], np.float32)
+    layout = ChunkLayout(3, itemsize=4, room_bytes=8)
+    out = bytearray(100)
+
+    end = MeanBytes(sum_N, layout, 1e-3).pack(
+        np.array([0, 1]), make_table(layout), memoryview(out)
+    )
+
+    found = unpack(bytes(out[:end]), layout.segment_bytes)
+    values = np.frombuffer(b"".join(data for _, data in found), np.float32)
+    assert values.tolist() == [np.inf, -np.inf, np.inf]
 
 
 def test_a_bucket_that_divides_evenly_has_no_short_chunk() -> None:

@@ -17,8 +17,9 @@ from hypothesis.stateful import (
 from tailbound.errors import PeerProtocolError
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
-from tailbound.protocol.receiver import Receiver, ReceiverState, SumSink
+from tailbound.protocol.receiver import Receiver, ReceiverState
 from tailbound.protocol.sender import Sender, SenderState
+from tailbound.protocol.sinks import SumSink
 from tailbound.protocol.wire import Bitmap, Mark, MarkSeen, Probe, Stop
 from tailbound.reduction import FORMATS
 

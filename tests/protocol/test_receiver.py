@@ -9,14 +9,8 @@ from numpy.typing import NDArray
 from tailbound.errors import RoundTimeoutError, WireError
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
-from tailbound.protocol.receiver import (
-    TRANSITIONS,
-    Receiver,
-    ReceiverState,
-    Sink,
-    StoreSink,
-    SumSink,
-)
+from tailbound.protocol.receiver import TRANSITIONS, Receiver, ReceiverState
+from tailbound.protocol.sinks import Sink, SumSink
 from tailbound.protocol.wire import Bitmap, MarkSeen, Stop, encode_control
 from tailbound.reduction import FORMATS
 
@@ -40,7 +34,7 @@ def make_receiver(
     if sink is None:
         if values_N is None:
             values_N = np.zeros(layout.num_elements, np.float32)
-        sink = SumSink(values_N, layout, F32)
+        sink = SumSink(values_N, layout, F32, is_empty=False)
     return Receiver(
         KEY,
         layout,
@@ -212,67 +206,6 @@ def test_the_short_chunk_is_added_once(first: int, second: int) -> None:
     assert values_N.tolist() == [0, 0, 0, 0, 0, 0, 31]
     assert receiver.missing == 3
     assert receiver.statistics().duplicates == first + second - 1
-
-
-@pytest.mark.parametrize(
-    ("name", "wire_N", "expected"),
-    [
-        ("float32", np.array([1.5, -2, 4], "<f4"), [2.5, -1, 5]),
-        ("float64", np.array([1.5, -2, 4], "<f8"), [2.5, -1, 5]),
-        ("float16", np.array([1.5, -2, 4], "<f2"), [2.5, -1, 5]),
-        ("bfloat16", np.array([0x3FC0, 0xC000, 0x4080], "<u2"), [2.5, -1, 5]),
-    ],
-)
-def test_a_sum_sink_adds_what_the_wire_dtype_means(
-    name: str, wire_N: NDArray[Any], expected: list[float]
-) -> None:
-    wire_format = FORMATS[name]
-    layout = ChunkLayout(3, wire_format.wire.itemsize, wire_format.wire.itemsize * 2)
-    sum_N = np.ones(3, wire_format.sum)
-    sink = SumSink(sum_N, layout, wire_format)
-
-    sink.put_run(0, wire_N[:2].reshape(1, 2))
-    sink.put_tail(wire_N[2:])
-
-    assert sum_N.tolist() == expected
-
-
-def test_a_sum_sink_adds_scattered_chunks_in_their_place() -> None:
-    sum_N = np.full(7, 100, np.float32)
-
-    SumSink(sum_N, SEVEN, F32).put(
-        np.array([0, 2]), np.array([[1, 2], [3, 4]], np.float32)
-    )
-
-    assert sum_N.tolist() == [101, 102, 100, 100, 103, 104, 100]
-
-
-@pytest.mark.parametrize("name", ["float32", "float64", "float16"])
-def test_a_sum_that_overflows_is_inf_without_a_warning(name: str) -> None:
-    """The caller's loss scaler looks for it; mixed precision overflows at times."""
-    wire_format = FORMATS[name]
-    layout = ChunkLayout(4, wire_format.wire.itemsize, wire_format.wire.itemsize * 2)
-    sum_N = np.array([np.finfo(wire_format.sum).max, np.inf] * 2, wire_format.sum)
-    largest = np.finfo(wire_format.wire).max
-    rows_KE = np.array([[largest, -np.inf]], wire_format.wire)
-    sink = SumSink(sum_N, layout, wire_format)
-
-    sink.put_run(0, rows_KE)
-    sink.put(np.array([1]), rows_KE)
-
-    assert np.isnan(sum_N[[1, 3]]).all()
-    assert (sum_N[[0, 2]] >= np.finfo(wire_format.sum).max).all()
-
-
-def test_a_store_sink_replaces_what_was_there() -> None:
-    values_N = np.full(7, 9, np.float32)
-    sink = StoreSink(values_N, SEVEN)
-
-    sink.put_run(1, np.array([[1, 2]], np.float32))
-    sink.put(np.array([2, 0]), np.array([[3, 4], [5, 6]], np.float32))
-    sink.put_tail(np.array([7], np.float32))
-
-    assert values_N.tolist() == [5, 6, 1, 2, 3, 4, 7]
 
 
 def test_a_bucket_without_a_short_chunk_works() -> None:

@@ -136,11 +136,53 @@ class BucketBytes:
                 rows = slice(first, first + num_full)
             out_KB = np.ndarray((num_full, segment), np.uint8, out)
             table.write(rows, out_KB[:, :HEADER_BYTES])
-            out_KB[:, HEADER_BYTES:] = self._full_CB[rows]
+            self._write_full(rows, out_KB[:, HEADER_BYTES:])
         end = num_full * segment
         if has_tail:
             start, end = end, end + HEADER_BYTES + layout.tail_bytes
             tail_B = np.ndarray((1, end - start), np.uint8, out, start)
             table.write(chunks_K[-1:], tail_B[:, :HEADER_BYTES])
-            tail_B[0, HEADER_BYTES:] = self._tail
+            self._write_tail(tail_B[0, HEADER_BYTES:])
         return end
+
+    def _write_full(
+        self, rows: NDArray[np.int64] | slice, out_KB: NDArray[np.uint8]
+    ) -> None:
+        out_KB[...] = self._full_CB[rows]
+
+    def _write_tail(self, out_B: NDArray[np.uint8]) -> None:
+        out_B[...] = self._tail
+
+
+class MeanBytes(BucketBytes):
+    """A sum over ranks that is divided on its way into the datagrams.
+
+    The copy is bound by memory, so the division costs next to nothing there, while a
+    pass of its own over the bucket would cost as much as a copy. Every time a chunk is
+    packed, for whichever rank, the bits are the same.
+
+    Args:
+        sum_N: the sum, of a dtype that is its own on the wire.
+        layout: how it is cut.
+        total_weight: what is behind it, > 0.
+    """
+
+    def __init__(
+        self, sum_N: NDArray[np.generic], layout: ChunkLayout, total_weight: float
+    ) -> None:
+        super().__init__(sum_N, layout)
+        self._dtype = sum_N.dtype
+        self._weight = sum_N.dtype.type(total_weight)
+        cut = layout.num_full * layout.elements_per_chunk
+        self._full_CE = sum_N[:cut].reshape(layout.num_full, layout.elements_per_chunk)
+        self._tail_E = sum_N[cut:]
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _write_full(
+        self, rows: NDArray[np.int64] | slice, out_KB: NDArray[np.uint8]
+    ) -> None:
+        np.divide(self._full_CE[rows], self._weight, out=out_KB.view(self._dtype))
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _write_tail(self, out_B: NDArray[np.uint8]) -> None:
+        np.divide(self._tail_E, self._weight, out=out_B.view(self._dtype))

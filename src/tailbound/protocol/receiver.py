@@ -11,7 +11,6 @@ Source: DBLP, Algorithm 2.
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,8 @@ from tailbound.errors import RoundTimeoutError, TailboundError, WireError
 from tailbound.protocol.chunks import ChunkLayout, allowed_missing
 from tailbound.protocol.events import RoundKey
 from tailbound.protocol.pacing import TOLD_PER_WINDOW
+from tailbound.protocol.sinks import ONES, Sink
 from tailbound.protocol.wire import Bitmap, MarkSeen, Stop, pack_bits
-from tailbound.reduction import WireFormat, add_into
 
 
 class ReceiverState(Enum):
@@ -45,76 +44,6 @@ TRANSITIONS: dict[tuple[ReceiverState, str], ReceiverState] = {
 
 MAX_SENT_BYTES = 1 << 62
 """Bytes of one round that a mark may claim: their sum still fits a control message."""
-
-_ONES = b"\1" * 65536
-"""As many as the datagrams of the largest batch."""
-
-
-class Sink(Protocol):
-    """Where the data of new chunks goes; each chunk exactly once."""
-
-    def put_run(self, first: int, rows_KE: NDArray[np.generic]) -> None:
-        """Full chunks first, first + 1, ..."""
-        ...
-
-    def put(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
-        """Full chunks in any order."""
-        ...
-
-    def put_tail(self, row_E: NDArray[np.generic]) -> None:
-        """The short last chunk."""
-        ...
-
-
-class _RowSink:
-    """The rows of an array of N elements, C - 1 or C full ones and a tail."""
-
-    def __init__(self, values_N: NDArray[np.generic], layout: ChunkLayout) -> None:
-        cut = layout.num_full * layout.elements_per_chunk
-        self._rows_CE = values_N[:cut].reshape(
-            layout.num_full, layout.elements_per_chunk
-        )
-        self._tail_E = values_N[cut:]
-
-
-class SumSink(_RowSink):
-    """Adds chunks to a sum while they are hot in the cache (no copy per worker)."""
-
-    def __init__(
-        self, sum_N: NDArray[np.generic], layout: ChunkLayout, wire_format: WireFormat
-    ) -> None:
-        super().__init__(sum_N, layout)
-        self._format = wire_format
-
-    def put_run(self, first: int, rows_KE: NDArray[np.generic]) -> None:
-        """See Sink."""
-        add_into(self._rows_CE[first : first + len(rows_KE)], rows_KE, self._format)
-
-    def put(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
-        """See Sink."""
-        picked_KE = self._rows_CE[chunks_K]
-        add_into(picked_KE, rows_KE, self._format)
-        self._rows_CE[chunks_K] = picked_KE
-
-    def put_tail(self, row_E: NDArray[np.generic]) -> None:
-        """See Sink."""
-        add_into(self._tail_E, row_E, self._format)
-
-
-class StoreSink(_RowSink):
-    """Puts chunks into their place."""
-
-    def put_run(self, first: int, rows_KE: NDArray[np.generic]) -> None:
-        """See Sink."""
-        self._rows_CE[first : first + len(rows_KE)] = rows_KE
-
-    def put(self, chunks_K: NDArray[np.int64], rows_KE: NDArray[np.generic]) -> None:
-        """See Sink."""
-        self._rows_CE[chunks_K] = rows_KE
-
-    def put_tail(self, row_E: NDArray[np.generic]) -> None:
-        """See Sink."""
-        self._tail_E[...] = row_E
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +107,7 @@ class Receiver:
         ):
             self._received += num
             self._missing -= num
-            self._arrived[first : first + num] = _ONES[:num]
+            self._arrived[first : first + num] = ONES[:num]
             self._sink.put_run(first, rows_KE)
             self._tell_progress(num)
             return

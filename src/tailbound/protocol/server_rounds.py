@@ -4,6 +4,7 @@ A round is open from the moment the previous mean is computed: a worker that alr
 has its mean may send the next gradient while others still receive theirs.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,13 @@ from tailbound.errors import (
     TailboundError,
     WireError,
 )
-from tailbound.protocol.chunks import send_order
+from tailbound.protocol.chunks import ChunkLayout, send_order
 from tailbound.protocol.events import Direction, RoundKey, peer_name
-from tailbound.protocol.headers import BucketBytes
+from tailbound.protocol.headers import BucketBytes, MeanBytes
 from tailbound.protocol.plan import Plan
-from tailbound.protocol.receiver import Receiver, ReceiverState, SumSink
+from tailbound.protocol.receiver import Receiver, ReceiverState
 from tailbound.protocol.sender import Sender
+from tailbound.protocol.sinks import SumSink
 from tailbound.protocol.wire import Begin, Mean
 from tailbound.reduction import FORMATS, finish_mean, l2_norms, widen
 from tailbound.regime import Decision, RegimeDetector
@@ -42,12 +44,23 @@ class _Arrival:
 
 
 @dataclass(slots=True)
+class _Sum:
+    """One sum over the workers, and the sink that adds to it."""
+
+    sum_N: NDArray[Any]
+    sink: SumSink | None = None
+    """Made with the first round: a bucket that was only announced costs no memory."""
+
+
+@dataclass(slots=True)
 class _Bucket:
     """What the server keeps for a bucket: a sum, and who decides its bound."""
 
-    sum_N: NDArray[Any]
-    mean_N: NDArray[Any]
-    """In the wire dtype; new memory each round would cost more than the division."""
+    sums: deque[_Sum]
+    """The open round's sum first. The other one is the mean that workers still fetch:
+    it is divided as it leaves."""
+    mean_N: NDArray[Any] | None
+    """Where the mean cannot leave like that: its memory, in the wire dtype."""
     detector: RegimeDetector
     ends_L: NDArray[np.int64]
 
@@ -70,10 +83,18 @@ class ServerRounds:
         self._key = self.plan.key(self.index, Direction.IN)
         for spec in self.plan.buckets:
             sizes_L = [int(np.prod(shape, dtype=np.int64)) for shape in spec.shapes]
+            wire_format = FORMATS[spec.dtype]
+            is_lazy = (
+                self.plan.bound.holes == "zero" and wire_format.wire == wire_format.sum
+            )
+            sums = [
+                _Sum(np.zeros(spec.num_elements, wire_format.sum))
+                for _ in range(1 + is_lazy)
+            ]
             self._buckets.append(
                 _Bucket(
-                    np.zeros(spec.num_elements, FORMATS[spec.dtype].sum),
-                    np.zeros(spec.num_elements, FORMATS[spec.dtype].wire),
+                    deque(sums),
+                    None if is_lazy else np.zeros(spec.num_elements, wire_format.wire),
                     RegimeDetector(self.plan.bound),
                     np.cumsum(sizes_L, dtype=np.int64),
                 )
@@ -175,12 +196,11 @@ class ServerRounds:
             key = self.key
             layout = self.plan.layout(key.bucket)
             bucket = self._buckets[key.bucket]
-            wire_format = FORMATS[self.plan.buckets[key.bucket].dtype]
             arrival = self._arrivals[rank] = _Arrival(
                 Receiver(
                     key,
                     layout,
-                    SumSink(bucket.sum_N, layout, wire_format),
+                    self._sink(key.bucket, layout),
                     loss_bound=bucket.detector.p,
                     peer=peer_name(rank),
                     now=now,
@@ -194,6 +214,14 @@ class ServerRounds:
             self._senders.pop(rank, None)
         return arrival
 
+    def _sink(self, number: int, layout: ChunkLayout) -> SumSink:
+        """Where the open round's chunks are added."""
+        total = self._buckets[number].sums[0]
+        if total.sink is None:
+            wire_format = FORMATS[self.plan.buckets[number].dtype]
+            total.sink = SumSink(total.sum_N, layout, wire_format)
+        return total.sink
+
     def _finish(self, now: float) -> Mean:
         key = self.key
         bucket = self._buckets[key.bucket]
@@ -204,10 +232,11 @@ class ServerRounds:
         }
         total = sum(begin.weight for begin in begins.values())
         if total > 0:
-            mean_N = self._mean(key.bucket, total)
-            decision = self._decide(key, bucket, mean_N, list(begins.values()))
-            self._send_back(key.bucket, mean_N, now)
-            bucket.sum_N.fill(0)
+            self._sink(key.bucket, self.plan.layout(key.bucket)).fill_holes()
+            norm_L, mean_bytes = self._mean(key.bucket, total)
+            decision = self._decide(key, bucket, norm_L, list(begins.values()))
+            self._send_back(key.bucket, mean_bytes, now)
+            bucket.sums.rotate()
         else:
             detector = bucket.detector
             decision = Decision(
@@ -236,20 +265,25 @@ class ServerRounds:
             sum(begin.planned for begin in begins.values()),
         )
 
-    def _mean(self, bucket: int, total: float) -> NDArray[Any]:
-        wire_format = FORMATS[self.plan.buckets[bucket].dtype]
-        layout = self.plan.layout(bucket)
-        sum_N = self._buckets[bucket].sum_N
+    def _mean(self, number: int, total: float) -> tuple[NDArray[Any], BucketBytes]:
+        """The norm of each tensor of the mean, and the mean."""
+        wire_format = FORMATS[self.plan.buckets[number].dtype]
+        layout = self.plan.layout(number)
+        bucket = self._buckets[number]
+        sum_N = bucket.sums[0].sum_N
         # The mean before this one is with all workers, or they could not have sent
         # their next gradients: its memory is free again.
-        mean_N = self._buckets[bucket].mean_N
-        if self.plan.bound.holes == "zero":
-            return finish_mean(sum_N, total, wire_format, out=mean_N)
-        weight_C = np.zeros(layout.num_chunks)
-        for arrival in self._arrivals.values():
-            assert arrival.begin is not None  # all is in
-            weight_C += arrival.begin.weight * arrival.receiver.arrived_C
-        return finish_mean(
+        mean_N = bucket.mean_N
+        if mean_N is None:
+            norm_L = l2_norms(sum_N, bucket.ends_L) / total
+            return norm_L, MeanBytes(sum_N, layout, total)
+        weight_C = None
+        if self.plan.bound.holes != "zero":
+            weight_C = np.zeros(layout.num_chunks)
+            for arrival in self._arrivals.values():
+                assert arrival.begin is not None  # all is in
+                weight_C += arrival.begin.weight * arrival.receiver.arrived_C
+        finish_mean(
             sum_N,
             total,
             wire_format,
@@ -257,15 +291,16 @@ class ServerRounds:
             elements_per_chunk=layout.elements_per_chunk,
             out=mean_N,
         )
+        norm_L = l2_norms(widen(mean_N, wire_format), bucket.ends_L)
+        return norm_L, BucketBytes(mean_N, layout)
 
     def _decide(
         self,
         key: RoundKey,
         bucket: _Bucket,
-        mean_N: NDArray[Any],
+        norm_L: NDArray[Any],
         begins: list[Begin],
     ) -> Decision:
-        wire_format = FORMATS[self.plan.buckets[key.bucket].dtype]
         senders = [
             arrival.receiver
             for arrival in self._arrivals.values()
@@ -274,17 +309,17 @@ class ServerRounds:
         num = sum(receiver.layout.num_chunks for receiver in senders)
         missing = sum(receiver.missing for receiver in senders)
         return bucket.detector.update(
-            l2_norms(widen(mean_N, wire_format), bucket.ends_L),
+            norm_L,
             counter=key.counter,
             share_received=1.0 - missing / num,
             loss_scale=begins[0].loss_scale,
             learning_rate=begins[0].learning_rate,
         )
 
-    def _send_back(self, bucket: int, mean_N: NDArray[Any], now: float) -> None:
+    def _send_back(self, bucket: int, mean_bytes: BucketBytes, now: float) -> None:
         layout = self.plan.layout(bucket)
         key = self.plan.key(self.index, Direction.BACK)
-        self._mean_bytes = BucketBytes(mean_N, layout)
+        self._mean_bytes = mean_bytes
         limits = self.plan.limits
         self._senders = {
             rank: Sender(
