@@ -20,11 +20,9 @@ decision 8). Nothing from the wire raises: malformed, stale, duplicate and forei
 datagrams are counted, and a peer that breaks the protocol ends the job by a Failed.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 from tailbound.errors import (
     PeerLostError,
@@ -33,22 +31,14 @@ from tailbound.errors import (
     TailboundError,
     WireError,
 )
-from tailbound.protocol.events import Direction, Event, Failed, RoundKey, peer_name
-from tailbound.protocol.headers import BucketBytes, HeaderTable
-from tailbound.protocol.intake import (
-    LinkCounters,
-    count_invalid,
-    rows_of,
-    sort_datagrams,
-)
-from tailbound.protocol.link import Link
-from tailbound.protocol.plan import Plan
+from tailbound.protocol.arrivals import Arrivals
+from tailbound.protocol.events import Event, Failed, peer_name
+from tailbound.protocol.headers import BucketBytes
+from tailbound.protocol.intake import LinkCounters
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender
 from tailbound.protocol.session import LinkState
 from tailbound.protocol.wire import (
-    HEADER_BYTES,
-    PING,
     Bitmap,
     Fail,
     Mark,
@@ -58,24 +48,15 @@ from tailbound.protocol.wire import (
     Probe,
     Stop,
     encode_control,
-    headers_untrusted,
 )
-from tailbound.reduction import WireFormat
 
 
-class Endpoint(ABC):
-    """What worker and server have in common. See the module's docstring."""
+class Endpoint(Arrivals):
+    """What all roles have in common. See the module's docstring."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.session = 0
-        self.links: dict[int, Link] = {}
-        self.plan: Plan | None = None
-        """What all ranks agreed on; None before the start."""
+        super().__init__(rank)
         self.error: TailboundError | None = None
-        self._is_touched = True
-        """Something came in since ``settle`` last looked."""
-        self._tables: dict[tuple[int, Direction, int], HeaderTable] = {}
         self._events: deque[Event] = deque()
 
     # -- what each side decides ------------------------------------------------
@@ -93,16 +74,8 @@ class Endpoint(ABC):
         """Close what is within its bound; the datagram queues are drained."""
 
     @abstractmethod
-    def _sender(self, link: int) -> tuple[Sender, BucketBytes] | None:
-        """The sender whose datagrams go to this link now."""
-
-    @abstractmethod
-    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat]:
-        """The receiver of the round that ``_expected`` names, made if need be."""
-
-    @abstractmethod
-    def _expected(self, link: int) -> RoundKey | None:
-        """The round whose datagrams this link may carry now."""
+    def _senders(self, link: int) -> Sequence[tuple[Sender, BucketBytes]]:
+        """The senders whose datagrams go to this link now, the most urgent first."""
 
     @abstractmethod
     def _handle(self, link: int, message: Message, now: float) -> None:
@@ -113,25 +86,6 @@ class Endpoint(ABC):
         """What is going on, for error messages."""
 
     # -- down: the network and the clock ---------------------------------------
-
-    def receive_datagrams(
-        self,
-        link: int,
-        data: memoryview,
-        num_bytes: int,
-        segment_bytes: int,
-        now: float,
-    ) -> None:
-        """Take in datagrams that lie back to back, the last possibly shorter."""
-        if self.has_failed or num_bytes == 0:
-            return
-        self._is_touched = True
-        num = num_bytes // segment_bytes
-        rest = num_bytes - num * segment_bytes
-        if num:
-            self._receive_equal(link, data, num, segment_bytes, now)
-        if rest:
-            self._receive_equal(link, data[num * segment_bytes :], 1, rest, now)
 
     def receive_control(self, link: int, data: bytes | memoryview, now: float) -> None:
         """Take in bytes of a link's TCP stream."""
@@ -189,18 +143,20 @@ class Endpoint(ABC):
             ping = state.pings.popleft()
             out[: len(ping)] = ping
             return len(ping), len(ping)
-        if (pair := None if self.has_failed else self._sender(link)) is None:
+        due = None if self.has_failed else self._due(link, now)
+        if due is None:
             return None
-        sender, rows = pair
-        per_batch = min(max_segments, max_bytes // rows.layout.segment_bytes)
+        sender, rows, room_bytes = due
+        layout = rows.layout
+        per_batch = min(max_segments, max_bytes // layout.segment_bytes)
         chunks_K = sender.next_chunks(
-            now, max_batches * per_batch, max_batches * max_bytes
+            now, max_batches * per_batch, min(max_batches * max_bytes, room_bytes)
         )
         if chunks_K is None:
             return None
-        table = self._table(sender.key, self.rank)
+        table = self._table(sender.key, self.rank, layout)
         num_bytes = rows.pack(chunks_K, table, out, is_ascending=sender.is_ascending)
-        return num_bytes, rows.layout.segment_bytes
+        return num_bytes, layout.segment_bytes
 
     def next_control(self, link: int) -> bytes | None:
         """Bytes to put into the link's TCP stream, after the batches taken so far."""
@@ -209,9 +165,9 @@ class Endpoint(ABC):
             return encode_control(state.control.popleft())
         if self.error is not None:
             return None
-        pair = self._sender(link)
-        if pair is not None and (message := pair[0].next_control()) is not None:
-            return encode_control(message)
+        for sender, _ in self._senders(link):
+            if (message := sender.next_control()) is not None:
+                return encode_control(message)
         return None
 
     def has_datagrams(self, link: int, now: float) -> bool:
@@ -219,9 +175,9 @@ class Endpoint(ABC):
         state = self.links.get(link)
         if state is None or not state.peer_udp_port:
             return False
-        pair = self._sender(link) if self.error is None else None
-        has_chunks = pair is not None and pair[0].has_chunks(now)
-        return has_chunks or bool(state.pings)
+        return bool(state.pings) or (
+            self.error is None and self._due(link, now) is not None
+        )
 
     def is_checking(self, link: int) -> bool:
         """True while this link's UDP is under test and may lose large datagrams."""
@@ -252,93 +208,20 @@ class Endpoint(ABC):
 
     # -- inside ----------------------------------------------------------------
 
-    def _receive_equal(
-        self, link: int, data: memoryview, num: int, segment_bytes: int, now: float
-    ) -> None:
-        """Take in ``num`` datagrams of one size: check them at once, then the data."""
-        if self._receive_full(link, data, num, segment_bytes, now):
-            return
-        counters = self.links[link].counters
-        try:
-            headers_K = headers_untrusted(data, num, segment_bytes)
-        except WireError:
-            counters.malformed += num
-            return
-        if headers_K["kind"][0] == PING and (headers_K["kind"] == PING).all():
-            self._receive_ping(link, headers_K, segment_bytes, now)
-            return
-        table = self._expected_table(link)
-        if table is None:
-            counters.stale += num
-            return
-        use_K = sort_datagrams(
-            data, headers_K, segment_bytes, table.headers_C[0], table.layout, counters
-        )
-        chunks_K = headers_K["sequence"][use_K].astype(np.int64)
-        if not len(chunks_K):
-            return
-        # Only now: a stale datagram must not open the round, since what a worker sends
-        # for the next one tells the server that it has the mean of the last.
-        receiver, wire_format = self._receiver(link, now)
-        rows_KE = rows_of(data, num, segment_bytes, wire_format)[use_K]
-        if segment_bytes - HEADER_BYTES == table.layout.chunk_bytes:
-            receiver.receive(chunks_K, rows_KE)
-        else:
-            receiver.receive_tail(len(chunks_K), rows_KE[0])
+    def _due(self, link: int, now: float) -> tuple[Sender, BucketBytes, int] | None:
+        """The first sender with something to send, and the bytes that may leave.
 
-    def _receive_full(
-        self, link: int, data: memoryview, num: int, segment_bytes: int, now: float
-    ) -> bool:
-        """Take in a batch that holds nothing but full chunks of the open round.
-
-        This is what a good sender's batches look like from here; checking one costs a
-        quarter of sorting datagrams one by one.
+        What all senders of a link have on the way shares its receiver's queue.
         """
-        table = self._expected_table(link)
-        if table is None or table.layout.segment_bytes != segment_bytes:
-            return False
-        chunks = table.match(data, num, segment_bytes)
-        if chunks is None:
-            return False
-        receiver, wire_format = self._receiver(link, now)
-        self.links[link].counters.accepted += num
-        rows_KE = rows_of(data, num, segment_bytes, wire_format)
-        if isinstance(chunks, int):
-            receiver.receive_run(chunks, rows_KE)
-        else:
-            receiver.receive(chunks, rows_KE)
-        return True
-
-    def _expected_table(self, link: int) -> HeaderTable | None:
-        rank = self.links[link].peer_rank
-        key = self._expected(link) if rank >= 0 else None
-        return None if key is None else self._table(key, rank)
-
-    def _table(self, key: RoundKey, rank: int) -> HeaderTable:
-        """The headers of this round's datagrams from this rank."""
-        place = (key.bucket, key.direction, rank)
-        table = self._tables.get(place)
-        if table is None:
-            assert self.plan is not None
-            layout = self.plan.layout(key.bucket)
-            table = self._tables[place] = HeaderTable(layout, key, self.session, rank)
-        elif table.key is not key and table.key != key:
-            table.set_round(key)
-        return table
-
-    def _receive_ping(
-        self, link: int, headers_K: NDArray[np.void], segment_bytes: int, now: float
-    ) -> None:
-        state = self.links[link]
-        if state.check is None:
-            # Ahead of the welcome, which says what session is ours.
-            state.counters.stale += len(headers_K)
-            return
-        valid_K = count_invalid(
-            headers_K, self.session, state.peer_rank, state.counters
-        )
-        if valid_K.any() and state.check.receive_ping(segment_bytes):
-            state.control.append(PingSeen(segment_bytes))
+        senders = self._senders(link)
+        if not senders:
+            return None
+        in_flight = sum(sender.window.in_flight_bytes for sender, _ in senders)
+        for sender, rows in senders:
+            room_bytes = sender.window.window_bytes - in_flight
+            if room_bytes >= rows.layout.segment_bytes and sender.has_chunks(now):
+                return sender, rows, room_bytes
+        return None
 
     def _dispatch(self, link: int, message: Message, now: float) -> None:
         """Give a control message to the machine it belongs to."""
@@ -348,18 +231,19 @@ class Endpoint(ABC):
                 check.receive_seen_untrusted(message.num_bytes)
         elif isinstance(message, Bitmap | Stop | MarkSeen):
             # Answers of a round that is over are late, not wrong.
-            pair = self._sender(link)
-            if pair is not None and pair[0].key == message.key:
-                pair[0].receive_untrusted(message, now)
+            for sender, _ in self._senders(link):
+                if sender.key == message.key:
+                    sender.receive_untrusted(message, now)
         elif isinstance(message, Probe | Mark):
             self._receive_question(link, message, now)
         else:
             self._handle(link, message, now)
 
     def _receive_question(self, link: int, message: Probe | Mark, now: float) -> None:
-        if self._expected(link) != message.key:
+        key = self._find_round(link, message.direction, message.bucket, message.counter)
+        if key is None:
             return
-        receiver, _ = self._receiver(link, now)
+        receiver, _ = self._receiver(link, key, now)
         if isinstance(message, Mark):
             receiver.receive_mark_untrusted(message.sent_bytes)
         else:

@@ -33,6 +33,13 @@ class RoundKey:
     bucket: int
     direction: Direction
 
+    def if_named(self, kind: int, bucket: int, counter: int) -> "RoundKey | None":
+        """This key if these name it, else None."""
+        is_same = (
+            kind == self.direction and bucket == self.bucket and counter == self.counter
+        )
+        return self if is_same else None
+
     def describe(self) -> str:
         """Name the round for an error message."""
         way = "gradient" if self.direction is Direction.IN else "mean"

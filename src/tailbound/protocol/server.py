@@ -1,6 +1,7 @@
 """The server's endpoint: one link per worker (DBLP, Algorithm 3)."""
 
 import math
+from collections.abc import Sequence
 
 from tailbound.config import LossBound
 from tailbound.errors import (
@@ -11,6 +12,7 @@ from tailbound.errors import (
     TailboundError,
     WireError,
 )
+from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import (
     SERVER_RANK,
@@ -65,6 +67,8 @@ class ServerEndpoint(Endpoint):
     ) -> None:
         super().__init__(SERVER_RANK)
         self.session = session
+        self.plan: Plan | None = None
+        """What all ranks agreed on; None before the start."""
         self.world_size = world_size
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self._join_deadline_s = now + (join_timeout_s or timeout_s)
@@ -188,19 +192,29 @@ class ServerEndpoint(Endpoint):
         names = tuple(peer_name(rank) for rank in missing)
         return PeerLostError(names, "start-up", "did not join before the deadline")
 
-    def _sender(self, link: int) -> tuple[Sender, BucketBytes] | None:
+    def _senders(self, link: int) -> Sequence[tuple[Sender, BucketBytes]]:
+        if self._rounds is None:
+            return ()
+        return self._rounds.senders(self.links[link].peer_rank)
+
+    def _find_round(
+        self, link: int, kind: int, bucket: int, counter: int
+    ) -> RoundKey | None:
         if self._rounds is None:
             return None
-        return self._rounds.sender(self.links[link].peer_rank)
+        return self._rounds.key.if_named(kind, bucket, counter)
 
-    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat]:
-        assert self._rounds is not None
-        spec = self._rounds.plan.buckets[self._rounds.key.bucket]
+    def _layout(self, link: int, key: RoundKey) -> ChunkLayout:
+        assert self._rounds is not None  # the key is theirs
+        return self._rounds.layout
+
+    def _receiver(
+        self, link: int, key: RoundKey, now: float
+    ) -> tuple[Receiver, WireFormat]:
+        assert self._rounds is not None  # the key is theirs
+        spec = self._rounds.plan.buckets[key.bucket]
         receiver = self._rounds.arrival(self.links[link].peer_rank, now)
         return receiver, FORMATS[spec.dtype]
-
-    def _expected(self, link: int) -> RoundKey | None:
-        return None if self._rounds is None else self._rounds.key
 
     def _handle(self, link: int, message: Message, now: float) -> None:
         state = self.links[link]

@@ -78,9 +78,10 @@ class ServerRounds:
     _senders: dict[int, Sender] = field(default_factory=dict)
     _mean_bytes: BucketBytes | None = None
     _key: RoundKey = field(init=False)
+    _layout: ChunkLayout = field(init=False)
 
     def __post_init__(self) -> None:
-        self._key = self.plan.key(self.index, Direction.IN)
+        self._open()
         for spec in self.plan.buckets:
             sizes_L = [int(np.prod(shape, dtype=np.int64)) for shape in spec.shapes]
             wire_format = FORMATS[spec.dtype]
@@ -128,12 +129,17 @@ class ServerRounds:
             )
         arrival.begin = begin
 
-    def sender(self, rank: int) -> tuple[Sender, BucketBytes] | None:
+    def senders(self, rank: int) -> tuple[tuple[Sender, BucketBytes], ...]:
         """The mean's sender to this worker, with the mean, if one is under way."""
         sender = self._senders.get(rank)
         if sender is None or self._mean_bytes is None:
-            return None
-        return sender, self._mean_bytes
+            return ()
+        return ((sender, self._mean_bytes),)
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """How the open round's bucket is cut."""
+        return self._layout
 
     @property
     def open_ranks(self) -> tuple[int, ...]:
@@ -177,6 +183,10 @@ class ServerRounds:
         names = ", ".join(peer_name(rank) for rank in late)
         return RoundTimeoutError(names, self.key.describe(), num, num, waited_s)
 
+    def _open(self) -> None:
+        self._key = self.plan.key(self.index, Direction.IN)
+        self._layout = self.plan.layout(self._key.bucket)
+
     def _is_in(self, rank: int) -> bool:
         arrival = self._arrivals.get(rank)
         return arrival is not None and arrival.is_done
@@ -194,13 +204,13 @@ class ServerRounds:
         arrival = self._arrivals.get(rank)
         if arrival is None:
             key = self.key
-            layout = self.plan.layout(key.bucket)
+            layout = self.layout
             bucket = self._buckets[key.bucket]
             arrival = self._arrivals[rank] = _Arrival(
                 Receiver(
                     key,
                     layout,
-                    self._sink(key.bucket, layout),
+                    self._sink(key.bucket),
                     loss_bound=bucket.detector.p,
                     peer=peer_name(rank),
                     now=now,
@@ -214,12 +224,12 @@ class ServerRounds:
             self._senders.pop(rank, None)
         return arrival
 
-    def _sink(self, number: int, layout: ChunkLayout) -> SumSink:
+    def _sink(self, number: int) -> SumSink:
         """Where the open round's chunks are added."""
         total = self._buckets[number].sums[0]
         if total.sink is None:
             wire_format = FORMATS[self.plan.buckets[number].dtype]
-            total.sink = SumSink(total.sum_N, layout, wire_format)
+            total.sink = SumSink(total.sum_N, self.layout, wire_format)
         return total.sink
 
     def _finish(self, now: float) -> Mean:
@@ -232,7 +242,7 @@ class ServerRounds:
         }
         total = sum(begin.weight for begin in begins.values())
         if total > 0:
-            self._sink(key.bucket, self.plan.layout(key.bucket)).fill_holes()
+            self._sink(key.bucket).fill_holes()
             norm_L, mean_bytes = self._mean(key.bucket, total)
             decision = self._decide(key, bucket, norm_L, list(begins.values()))
             self._send_back(key.bucket, mean_bytes, now)
@@ -251,7 +261,7 @@ class ServerRounds:
         self._arrivals.clear()
         self._opened_s = None
         self.index += 1
-        self._key = self.plan.key(self.index, Direction.IN)
+        self._open()
         return Mean(
             key.counter,
             key.bucket,
@@ -268,7 +278,7 @@ class ServerRounds:
     def _mean(self, number: int, total: float) -> tuple[NDArray[Any], BucketBytes]:
         """The norm of each tensor of the mean, and the mean."""
         wire_format = FORMATS[self.plan.buckets[number].dtype]
-        layout = self.plan.layout(number)
+        layout = self.layout
         bucket = self._buckets[number]
         sum_N = bucket.sums[0].sum_N
         # The mean before this one is with all workers, or they could not have sent

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from tailbound.errors import (
     UnreachableError,
     WireError,
 )
+from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import (
     SERVER_RANK,
@@ -74,6 +76,8 @@ class WorkerEndpoint(Endpoint):
         first_counter: int = 1,
     ) -> None:
         super().__init__(rank)
+        self.plan: Plan | None = None
+        """What all ranks agreed on; None before the start."""
         self._world_size, self._buckets, self._bound = world_size, buckets, bound
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self._first_counter = first_counter
@@ -252,20 +256,30 @@ class WorkerEndpoint(Endpoint):
                 )
             )
 
-    def _sender(self, link: int) -> tuple[Sender, BucketBytes] | None:
+    def _senders(self, link: int) -> Sequence[tuple[Sender, BucketBytes]]:
         if self._round is None or self._round.sender is None:
-            return None
-        return self._round.sender, self._round.bytes
+            return ()
+        return ((self._round.sender, self._round.bytes),)
 
-    def _receiver(self, link: int, now: float) -> tuple[Receiver, WireFormat]:
-        assert self._round is not None
+    def _find_round(
+        self, link: int, kind: int, bucket: int, counter: int
+    ) -> RoundKey | None:
+        if self._round is None:
+            return None
+        return self._round.back_key.if_named(kind, bucket, counter)
+
+    def _layout(self, link: int, key: RoundKey) -> ChunkLayout:
+        assert self._round is not None  # the key is its
+        return self._round.bytes.layout
+
+    def _receiver(
+        self, link: int, key: RoundKey, now: float
+    ) -> tuple[Receiver, WireFormat]:
+        assert self._round is not None  # the key is its
         assert self.plan is not None
         self._round.note_back(now)
-        spec = self.plan.buckets[self._round.back_key.bucket]
+        spec = self.plan.buckets[key.bucket]
         return self._round.receiver, FORMATS[spec.dtype]
-
-    def _expected(self, link: int) -> RoundKey | None:
-        return None if self._round is None else self._round.back_key
 
     def _handle(self, link: int, message: Message, now: float) -> None:
         state = self.links[link]
