@@ -25,7 +25,7 @@ import numpy as np
 
 import tailbound
 from tailbound.config import LossBound, Transport
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.transport.group import Group, Server
 
 SOL_UDP, UDP_SEGMENT, UDP_GRO, SO_RCVBUFFORCE = 17, 103, 104, 33

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tailbound.config import LossBound, Transport
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.transport.driver import Driver
 from tailbound.transport.group import Group, Server
 

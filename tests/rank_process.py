@@ -18,7 +18,7 @@ import numpy as np
 
 from tailbound.config import LossBound, Transport
 from tailbound.errors import TailboundError
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.transport import links
 from tailbound.transport.group import Group, Server
 from tailbound.transport.udp import UdpSocket

@@ -23,7 +23,7 @@ from tailbound.errors import ConfigError, MissingExtraError
 from tailbound.lab import demo
 from tailbound.lab.crew import Progress
 from tailbound.lab.demo import DemoOptions
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.records import write_lines
 from tailbound.report import build
 from tailbound.report.outcome import Summary

@@ -20,7 +20,8 @@ import tailbound
 from tailbound.config import LossBound, Transport
 from tailbound.errors import RemoteError
 from tailbound.protocol.events import Ended
-from tailbound.protocol.wire import HEADER_BYTES, BucketSpec
+from tailbound.protocol.messages import BucketSpec
+from tailbound.protocol.wire import HEADER_BYTES
 from tailbound.testing import FakeNet
 from tailbound.training.attaching import MakeExchange, attach_through
 from tailbound.transport.group import Group, Server

@@ -21,7 +21,8 @@ from tailbound.config import LossBound, Transport
 from tailbound.errors import HandshakeError, TailboundError, UnreachableError
 from tailbound.impairments import Impairments, IndependentLoss
 from tailbound.lab import datasets
-from tailbound.protocol.wire import VERSION, BucketSpec, Hello, encode_control
+from tailbound.protocol.messages import BucketSpec, Hello
+from tailbound.protocol.wire import VERSION, encode_control
 from tailbound.records import read_lines
 from tailbound.training.attaching import MakeExchange, attach_through
 from tailbound.transport.group import Server

@@ -21,7 +21,7 @@ from tailbound.lab.orders import (
     ServerOrder,
     WorkerOrder,
 )
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.records import EpochReport, StepReport, ThresholdReport
 from tailbound.report.outcome import Stragglers
 from tailbound.transport.group import Group

@@ -28,7 +28,8 @@ from tailbound.impairments import (
     LossModel,
 )
 from tailbound.protocol.events import SERVER_RANK, Direction, Reduced, RoundKey
-from tailbound.protocol.wire import BucketSpec, make_header
+from tailbound.protocol.messages import BucketSpec
+from tailbound.protocol.wire import make_header
 from tailbound.reduction import masked_mean
 from tailbound.testing import FakeNet
 

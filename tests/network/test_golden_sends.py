@@ -12,7 +12,7 @@ import pytest
 
 from tailbound.config import LossBound
 from tailbound.impairments import Impairments, IndependentLoss
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.testing import FakeNet
 
 ROUNDS = 20

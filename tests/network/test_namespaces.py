@@ -21,7 +21,7 @@ import json, sys
 import numpy as np
 from tailbound.config import LossBound, Transport
 from tailbound.errors import TailboundError
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import (BucketSpec)
 from tailbound.transport.group import Group, Server
 
 role, address, bound, rounds, num, mtu = json.loads(sys.argv[1])

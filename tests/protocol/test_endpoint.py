@@ -22,7 +22,8 @@ from tailbound.protocol.events import (
     RoundKey,
 )
 from tailbound.protocol.intake import LinkCounters
-from tailbound.protocol.wire import BucketSpec, make_header, make_ping
+from tailbound.protocol.messages import BucketSpec
+from tailbound.protocol.wire import make_header, make_ping
 from tailbound.testing import FakeNet
 
 CHUNK = 362

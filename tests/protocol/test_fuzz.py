@@ -21,13 +21,11 @@ from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Direction, Reduced, RoundKey, Started
 from tailbound.protocol.headers import BucketBytes, HeaderTable
 from tailbound.protocol.link import Link
-from tailbound.protocol.server import ServerEndpoint
-from tailbound.protocol.wire import (
+from tailbound.protocol.messages import (
     Begin,
     Bitmap,
     BucketSpec,
     Bye,
-    ControlReader,
     Fail,
     GatherPart,
     Hello,
@@ -41,6 +39,10 @@ from tailbound.protocol.wire import (
     Start,
     Stop,
     Welcome,
+)
+from tailbound.protocol.server import ServerEndpoint
+from tailbound.protocol.wire import (
+    ControlReader,
     decode_control_untrusted,
     encode_control,
     headers_untrusted,

@@ -4,7 +4,7 @@ import pytest
 
 from tailbound.errors import WireError
 from tailbound.protocol.gather import Gather, GatherWatch, cut_pieces
-from tailbound.protocol.wire import GatherPart
+from tailbound.protocol.messages import GatherPart
 
 MIB = 1 << 20
 

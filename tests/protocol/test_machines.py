@@ -17,10 +17,10 @@ from hypothesis.stateful import (
 from tailbound.errors import PeerProtocolError
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
+from tailbound.protocol.messages import Bitmap, Mark, MarkSeen, Probe, Stop
 from tailbound.protocol.receiver import Receiver, ReceiverState
 from tailbound.protocol.sender import Sender, SenderState
 from tailbound.protocol.sinks import SumSink
-from tailbound.protocol.wire import Bitmap, Mark, MarkSeen, Probe, Stop
 from tailbound.reduction import FORMATS
 
 NAMES = (2**32 - 1, 3, Direction.IN)

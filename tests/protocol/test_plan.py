@@ -4,8 +4,8 @@ import pytest
 
 from tailbound.config import LossBound
 from tailbound.protocol.events import Direction, RoundKey
+from tailbound.protocol.messages import BucketSpec
 from tailbound.protocol.plan import Limits, Plan
-from tailbound.protocol.wire import BucketSpec
 
 BUCKETS = (
     BucketSpec("float32", ("a", "b"), ((100, 7), (25,))),

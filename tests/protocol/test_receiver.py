@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from tailbound.errors import RoundTimeoutError, WireError
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
+from tailbound.protocol.messages import Bitmap, MarkSeen, Stop
 from tailbound.protocol.receiver import TRANSITIONS, Receiver, ReceiverState
 from tailbound.protocol.sinks import Sink, SumSink
-from tailbound.protocol.wire import Bitmap, MarkSeen, Stop, encode_control
+from tailbound.protocol.wire import encode_control
 from tailbound.reduction import FORMATS
 
 KEY = RoundKey(7, 2, Direction.IN)

@@ -13,8 +13,8 @@ from tailbound.errors import (
 )
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
+from tailbound.protocol.messages import Bitmap, Mark, MarkSeen, Probe, Stop
 from tailbound.protocol.sender import TRANSITIONS, Sender, SenderState
-from tailbound.protocol.wire import Bitmap, Mark, MarkSeen, Probe, Stop
 
 KEY = RoundKey(7, 2, Direction.IN)
 NAMES = (7, 2, Direction.IN)

@@ -19,20 +19,19 @@ from tailbound.errors import (
 from tailbound.impairments import Impairments, IndependentLoss
 from tailbound.protocol.events import Failed, Reduced
 from tailbound.protocol.link import Link
-from tailbound.protocol.server import ServerEndpoint
-from tailbound.protocol.wire import (
+from tailbound.protocol.messages import (
     Begin,
     BucketSpec,
     Bye,
-    ControlReader,
     Fail,
     GatherPart,
     Hello,
     Message,
     Refuse,
     Welcome,
-    encode_control,
 )
+from tailbound.protocol.server import ServerEndpoint
+from tailbound.protocol.wire import ControlReader, encode_control
 from tailbound.testing import FakeNet
 
 VECTOR = (BucketSpec("float32", ("w",), ((1000,),)),)

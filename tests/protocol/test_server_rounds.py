@@ -7,9 +7,9 @@ from tailbound.config import LossBound
 from tailbound.errors import PeerProtocolError, RoundTimeoutError, WireError
 from tailbound.protocol.events import Direction, RoundKey
 from tailbound.protocol.headers import HeaderTable
+from tailbound.protocol.messages import Begin, BucketSpec, Mean, Stop
 from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.server_rounds import ServerRounds
-from tailbound.protocol.wire import Begin, BucketSpec, Mean, Stop
 
 BUCKET = BucketSpec("float32", ("a", "b"), ((4,), (3,)))
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from tailbound.config import LossBound
 from tailbound.errors import PeerProtocolError, UnreachableError, WireError
+from tailbound.protocol.messages import BucketSpec, Hello, Refuse, Start, Welcome
 from tailbound.protocol.session import (
     TRANSITIONS,
     LinkState,
@@ -20,7 +21,6 @@ from tailbound.protocol.session import (
     next_state,
     ping_sizes,
 )
-from tailbound.protocol.wire import BucketSpec, Hello, Refuse, Start, Welcome
 
 BUCKET = BucketSpec("float32", ("weight", "bias"), ((3, 2), (3,)))
 HELLO = Hello(1, 0, 3, "little", (BUCKET,), LossBound(), 1500, 40000, 1 << 20)

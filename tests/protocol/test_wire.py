@@ -12,17 +12,11 @@ from tailbound.errors import WireError
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
 from tailbound.protocol.headers import BucketBytes, HeaderTable
-from tailbound.protocol.wire import (
-    HEADER,
-    HEADER_BYTES,
-    MAX_FRAME_BYTES,
-    PREFIX_BYTES,
-    VERSION,
+from tailbound.protocol.messages import (
     Begin,
     Bitmap,
     BucketSpec,
     Bye,
-    ControlReader,
     Fail,
     GatherPart,
     Hello,
@@ -36,6 +30,14 @@ from tailbound.protocol.wire import (
     Start,
     Stop,
     Welcome,
+)
+from tailbound.protocol.wire import (
+    HEADER,
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    PREFIX_BYTES,
+    VERSION,
+    ControlReader,
     datagram_bytes,
     decode_control_untrusted,
     encode_control,

@@ -19,7 +19,7 @@ from tailbound.errors import (
 from tailbound.impairments import Impairments
 from tailbound.protocol.events import Ended, Failed, Reduced, Started
 from tailbound.protocol.link import Link
-from tailbound.protocol.wire import (
+from tailbound.protocol.messages import (
     Bitmap,
     BucketSpec,
     Bye,
@@ -31,8 +31,8 @@ from tailbound.protocol.wire import (
     Refuse,
     Start,
     Welcome,
-    encode_control,
 )
+from tailbound.protocol.wire import encode_control
 from tailbound.protocol.worker import WorkerEndpoint
 from tailbound.testing import FakeNet
 

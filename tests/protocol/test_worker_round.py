@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from tailbound.config import LossBound, Order
 from tailbound.errors import RoundTimeoutError, ShapeError
 from tailbound.protocol.events import Direction, RoundKey
+from tailbound.protocol.messages import BucketSpec, Mean, Stop
 from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.sender import Sender
-from tailbound.protocol.wire import BucketSpec, Mean, Stop
 from tailbound.protocol.worker_round import WorkerRound
 from tailbound.records import RoundReport
 

@@ -9,7 +9,7 @@ from tailbound.config import LossBound
 from tailbound.errors import PeerLostError
 from tailbound.impairments import Impairments, IndependentLoss
 from tailbound.protocol.events import Gathered, Reduced
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.testing import FakeNet
 
 VECTOR = (BucketSpec("float32", ("w",), ((5000,),)),)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tailbound.config import LossBound, Transport
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.training.attaching import MakeExchange
 from tailbound.training.exchange import Exchange, GroupExchange
 from tailbound.transport.group import Group, Server

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tailbound
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.training.attaching import attach_through
 from tailbound.training.exchange import Exchange, ProcessGroupExchange
 from training.fakes import HandClock

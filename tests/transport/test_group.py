@@ -24,7 +24,7 @@ from tailbound.errors import (
     UnreachableError,
 )
 from tailbound.impairments import BurstLoss, Impairments, IndependentLoss
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.transport.group import Group, Server
 
 pytestmark = pytest.mark.sockets

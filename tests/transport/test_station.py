@@ -20,11 +20,9 @@ from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Event
 from tailbound.protocol.intake import LinkCounters
 from tailbound.protocol.link import Link
-from tailbound.protocol.server import ServerEndpoint
-from tailbound.protocol.wire import (
+from tailbound.protocol.messages import (
     Begin,
     BucketSpec,
-    ControlReader,
     Fail,
     Hello,
     Mark,
@@ -33,9 +31,9 @@ from tailbound.protocol.wire import (
     Probe,
     Start,
     Welcome,
-    encode_control,
-    make_ping,
 )
+from tailbound.protocol.server import ServerEndpoint
+from tailbound.protocol.wire import ControlReader, encode_control, make_ping
 from tailbound.protocol.worker import WorkerEndpoint
 from tailbound.transport.addresses import listen
 from tailbound.transport.links import open_link

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, get_args
 
-from tailbound.protocol import gather, pacing, receiver, sender, session, wire
+from tailbound.protocol import gather, messages, pacing, receiver, sender, session, wire
 from tailbound.protocol.events import Direction
 
 PAGE = "docs/protocol.md"
@@ -143,13 +143,13 @@ def header_section() -> str:
 
 def message_section() -> str:
     """Every control message with its fields."""
-    notes = source_notes(wire)
+    notes = source_notes(messages)
     parts = [
         "## Control messages\n",
         "A length of 4 bytes, then msgpack: an array of the message's name and its "
         "fields in\nthis order. Bytes that are no message end the session.\n",
     ]
-    for kind in get_args(wire.Message):
+    for kind in get_args(messages.Message):
         parts.append(f"### {kind.__name__}\n\n{inspect.getdoc(kind)}\n")
         rows = []
         for name in kind.__struct_fields__:
@@ -163,10 +163,10 @@ def message_section() -> str:
             parts.append(table(("field", "type", "note"), rows))
     spec_rows = [
         (f"`{name}`", f"`{note.annotation}`", note.text)
-        for name, note in notes[wire.BucketSpec.__name__].items()
+        for name, note in notes[messages.BucketSpec.__name__].items()
     ]
     parts += [
-        f"### BucketSpec, inside Hello\n\n{inspect.getdoc(wire.BucketSpec)}\n",
+        f"### BucketSpec, inside Hello\n\n{inspect.getdoc(messages.BucketSpec)}\n",
         table(("field", "type", "note"), spec_rows),
         "`LossBound` travels as a map of its fields; see `tailbound.config`.\n",
     ]

@@ -16,8 +16,9 @@ from tailbound.protocol.events import Direction, RoundKey
 from tailbound.protocol.headers import HeaderTable
 from tailbound.protocol.intake import count_invalid, rows_of, sort_datagrams
 from tailbound.protocol.link import Link
+from tailbound.protocol.messages import PingSeen
 from tailbound.protocol.receiver import Receiver
-from tailbound.protocol.wire import HEADER_BYTES, PING, PingSeen, headers_untrusted
+from tailbound.protocol.wire import HEADER_BYTES, PING, headers_untrusted
 from tailbound.reduction import WireFormat
 
 

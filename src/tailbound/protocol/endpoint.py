@@ -35,10 +35,7 @@ from tailbound.protocol.arrivals import Arrivals
 from tailbound.protocol.events import Event, Failed, peer_name
 from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.intake import LinkCounters
-from tailbound.protocol.receiver import Receiver
-from tailbound.protocol.sender import Sender
-from tailbound.protocol.session import LinkState
-from tailbound.protocol.wire import (
+from tailbound.protocol.messages import (
     Bitmap,
     Fail,
     Mark,
@@ -47,8 +44,11 @@ from tailbound.protocol.wire import (
     PingSeen,
     Probe,
     Stop,
-    encode_control,
 )
+from tailbound.protocol.receiver import Receiver
+from tailbound.protocol.sender import Sender
+from tailbound.protocol.session import LinkState
+from tailbound.protocol.wire import encode_control
 
 
 class Endpoint(Arrivals):

@@ -3,7 +3,8 @@
 from collections import deque
 
 from tailbound.errors import WireError
-from tailbound.protocol.wire import GATHER_PIECE_BYTES, GatherPart
+from tailbound.protocol.messages import GatherPart
+from tailbound.protocol.wire import GATHER_PIECE_BYTES
 
 MAX_GATHER_BYTES = 1 << 32
 """A rank's contribution may not be longer; bounds what a peer can make us hold."""
@@ -48,6 +49,11 @@ class Gather:
         if not all(self._complete):
             return None
         return tuple(queue.popleft() for queue in self._complete)
+
+    @property
+    def late_ranks(self) -> list[int]:
+        """Ranks whose contribution to the oldest gather is not complete."""
+        return [rank for rank, queue in enumerate(self._complete) if not queue]
 
 
 class GatherWatch:

@@ -4,8 +4,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tailbound.protocol.intake import LinkCounters
+from tailbound.protocol.messages import Message
 from tailbound.protocol.session import LinkState, UdpCheck
-from tailbound.protocol.wire import ControlReader, Message
+from tailbound.protocol.wire import ControlReader
 
 
 @dataclass(slots=True)

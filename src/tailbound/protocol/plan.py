@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from tailbound.config import LossBound
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
-from tailbound.protocol.wire import COUNTER_PERIOD, BucketSpec
+from tailbound.protocol.messages import BucketSpec
+from tailbound.protocol.wire import COUNTER_PERIOD
 from tailbound.reduction import FORMATS
 
 

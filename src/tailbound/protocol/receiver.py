@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from tailbound.errors import RoundTimeoutError, TailboundError, WireError
 from tailbound.protocol.chunks import ChunkLayout, allowed_missing
 from tailbound.protocol.events import RoundKey
+from tailbound.protocol.messages import Bitmap, MarkSeen, Stop
 from tailbound.protocol.pacing import TOLD_PER_WINDOW
 from tailbound.protocol.sinks import ONES, Sink
-from tailbound.protocol.wire import Bitmap, MarkSeen, Stop, pack_bits
+from tailbound.protocol.wire import pack_bits
 
 
 class ReceiverState(Enum):
@@ -97,6 +98,14 @@ class Receiver:
     def missing(self) -> int:
         """Chunks not here yet."""
         return self._missing
+
+    def set_bound(self, loss_bound: float) -> None:
+        """Allow another share to be missing, if the round is open."""
+        self._allowed = allowed_missing(loss_bound, self.layout.num_chunks)
+
+    def redirect(self, sink: Sink) -> None:
+        """Put what comes from now on elsewhere."""
+        self._sink = sink
 
     def receive_run(self, first: int, rows_KE: NDArray[np.generic]) -> None:
         """Take in full chunks first, first + 1, ..., each with E elements."""

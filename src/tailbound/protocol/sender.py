@@ -24,15 +24,9 @@ from tailbound.errors import (
 )
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import RoundKey
+from tailbound.protocol.messages import Bitmap, Mark, MarkSeen, Probe, Stop
 from tailbound.protocol.pacing import Window
-from tailbound.protocol.wire import (
-    Bitmap,
-    Mark,
-    MarkSeen,
-    Probe,
-    Stop,
-    unpack_bits_untrusted,
-)
+from tailbound.protocol.wire import unpack_bits_untrusted
 
 
 class SenderState(Enum):

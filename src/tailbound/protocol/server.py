@@ -5,15 +5,14 @@ from collections.abc import Sequence
 
 from tailbound.config import LossBound
 from tailbound.errors import (
-    HandshakeError,
     PeerLostError,
     PeerProtocolError,
     RoundTimeoutError,
     TailboundError,
     WireError,
 )
+from tailbound.protocol.accepting import AcceptingEndpoint
 from tailbound.protocol.chunks import ChunkLayout
-from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import (
     SERVER_RANK,
     Ended,
@@ -24,6 +23,15 @@ from tailbound.protocol.events import (
 from tailbound.protocol.gather import GatherWatch
 from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.link import Link
+from tailbound.protocol.messages import (
+    Begin,
+    Bye,
+    GatherPart,
+    Hello,
+    Message,
+    Start,
+    Welcome,
+)
 from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender
@@ -36,22 +44,11 @@ from tailbound.protocol.session import (
     next_state,
     ping_sizes,
 )
-from tailbound.protocol.wire import (
-    HEADER_BYTES,
-    Begin,
-    Bye,
-    GatherPart,
-    Hello,
-    Message,
-    Refuse,
-    Start,
-    Welcome,
-    datagram_bytes,
-)
+from tailbound.protocol.wire import HEADER_BYTES, datagram_bytes
 from tailbound.reduction import FORMATS, WireFormat
 
 
-class ServerEndpoint(Endpoint):
+class ServerEndpoint(AcceptingEndpoint):
     """Accepts the workers, then reduces round after round until all say goodbye."""
 
     def __init__(
@@ -78,12 +75,6 @@ class ServerEndpoint(Endpoint):
         self._gathers = GatherWatch(world_size)
         self._mean_due_s: float | None = None
         self._ended = False
-        self.dropped: list[int] = []
-        """Links that the I/O side must close: they were no workers of this job."""
-
-    def accept(self, number: int, link: Link) -> None:
-        """A TCP connection came in; its first message must be a hello."""
-        self.links[number] = link
 
     @property
     def bound(self) -> LossBound | None:
@@ -91,36 +82,9 @@ class ServerEndpoint(Endpoint):
         hello = next(iter(self._hellos.values()), None)
         return None if hello is None else hello.bound
 
-    def receive_control(self, link: int, data: bytes | memoryview, now: float) -> None:
-        """See Endpoint; a stranger that talks nonsense costs only its own link."""
-        state = self.links.get(link)
-        if state is None or self.error is not None:
-            return
-        if state.peer_rank < 0:
-            try:
-                message = next(state.reader.feed_untrusted(data), None)
-            except WireError:
-                self._drop(link)
-                return
-            if message is None:
-                return
-            if not isinstance(message, Hello):
-                self._drop(link)
-                return
-            self._welcome(link, message, now)
-            data = b""  # what followed the hello waits in the reader
-        if state.peer_rank >= 0:
-            super().receive_control(link, data, now)
-
-    def lose_link(self, link: int, reason: str, now: float) -> None:
-        """See Endpoint."""
-        state = self.links.get(link)
-        if state is None:
-            return
-        if state.peer_rank < 0:
-            self._drop(link)
-        else:
-            super().lose_link(link, reason, now)
+    @property
+    def _first_message(self) -> type[Hello]:
+        return Hello
 
     def settle(self, now: float) -> None:
         """See Endpoint."""
@@ -350,16 +314,6 @@ class ServerEndpoint(Endpoint):
             state.state = next_state(state.state, "start", peer=state.name)
             state.control.append(Start(room, window))
         self._events.append(Started(self.world_size, room))
-
-    def _refuse(self, link: int, refusal: Refuse) -> None:
-        self.links[link].control.append(refusal)
-        self.fail(
-            HandshakeError(refusal.field, refusal.ours, refusal.theirs, refusal.remedy)
-        )
-
-    def _drop(self, link: int) -> None:
-        del self.links[link]
-        self.dropped.append(link)
 
     def _phase(self) -> str:
         if self._rounds is None:

@@ -20,11 +20,11 @@ from tailbound.errors import (
 from tailbound.protocol.chunks import ChunkLayout, send_order
 from tailbound.protocol.events import Direction, RoundKey, peer_name
 from tailbound.protocol.headers import BucketBytes, MeanBytes
+from tailbound.protocol.messages import Begin, Mean
 from tailbound.protocol.plan import Plan
 from tailbound.protocol.receiver import Receiver, ReceiverState
 from tailbound.protocol.sender import Sender
 from tailbound.protocol.sinks import SumSink
-from tailbound.protocol.wire import Begin, Mean
 from tailbound.reduction import FORMATS, finish_mean, l2_norms, widen
 from tailbound.regime import Decision, RegimeDetector
 

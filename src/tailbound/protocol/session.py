@@ -18,17 +18,13 @@ from tailbound.errors import (
     UnreachableError,
     WireError,
 )
+from tailbound.protocol.messages import BucketSpec, Hello, Refuse, Start, Welcome
 from tailbound.protocol.wire import (
     HEADER_BYTES,
     MAX_BUCKET_BYTES,
     MAX_UDP_BYTES,
     VERSION,
     WIRE_BYTE_ORDER,
-    BucketSpec,
-    Hello,
-    Refuse,
-    Start,
-    Welcome,
     make_ping,
 )
 from tailbound.reduction import FORMATS

@@ -31,18 +31,7 @@ from tailbound.protocol.events import (
 from tailbound.protocol.gather import Gather, cut_pieces
 from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.link import Link
-from tailbound.protocol.plan import Limits, Plan
-from tailbound.protocol.receiver import Receiver
-from tailbound.protocol.sender import Sender
-from tailbound.protocol.session import (
-    LinkState,
-    UdpCheck,
-    check_start_untrusted,
-    check_welcome_untrusted,
-    next_state,
-)
-from tailbound.protocol.wire import (
-    VERSION,
+from tailbound.protocol.messages import (
     Begin,
     BucketSpec,
     Bye,
@@ -54,6 +43,17 @@ from tailbound.protocol.wire import (
     Start,
     Welcome,
 )
+from tailbound.protocol.plan import Limits, Plan
+from tailbound.protocol.receiver import Receiver
+from tailbound.protocol.sender import Sender
+from tailbound.protocol.session import (
+    LinkState,
+    UdpCheck,
+    check_start_untrusted,
+    check_welcome_untrusted,
+    next_state,
+)
+from tailbound.protocol.wire import VERSION
 from tailbound.protocol.worker_round import WorkerRound
 from tailbound.reduction import FORMATS, WireFormat
 

@@ -8,11 +8,11 @@ from tailbound.errors import RoundTimeoutError, TailboundError
 from tailbound.protocol.chunks import send_order
 from tailbound.protocol.events import SERVER_RANK, Direction, peer_name
 from tailbound.protocol.headers import BucketBytes
+from tailbound.protocol.messages import Mean
 from tailbound.protocol.plan import Plan
 from tailbound.protocol.receiver import Receiver, ReceiverState
 from tailbound.protocol.sender import Sender, SenderState
 from tailbound.protocol.sinks import StoreSink
-from tailbound.protocol.wire import Mean
 from tailbound.records import RoundReport
 from tailbound.reduction import FORMATS, chunk_norms, widen
 

@@ -9,7 +9,7 @@ from torch import nn
 from tailbound.compute.budget import Budget
 from tailbound.config import ComputeBound, LossBound, Transport
 from tailbound.errors import ConfigError
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.training.accumulate import Accumulation
 from tailbound.training.buckets import equalise, make_buckets
 from tailbound.training.clocks import ComputeClock, make_clock

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tailbound.errors import ConfigError, HandshakeError
-from tailbound.protocol.wire import BucketSpec
+from tailbound.protocol.messages import BucketSpec
 from tailbound.training.exchange import AllGather
 
 NAMES: dict[torch.dtype, str] = {

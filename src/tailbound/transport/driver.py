@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 
 from tailbound.errors import TailboundError
+from tailbound.protocol.accepting import AcceptingEndpoint
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Ended, Failed
-from tailbound.protocol.server import ServerEndpoint
 from tailbound.transport.forks import close_in_forked_children
 from tailbound.transport.station import Conduit, Station
 
@@ -163,7 +163,7 @@ class Driver:
         now = time.monotonic()
         endpoint = station.endpoint
         station.hand_on(now)
-        if isinstance(endpoint, ServerEndpoint):
+        if isinstance(endpoint, AcceptingEndpoint):
             self._close_dropped(station, endpoint)
         for conduit in station.conduits.values():
             room = conduit.send_datagrams(endpoint)
@@ -186,7 +186,7 @@ class Driver:
             late = now > self._over_s[id(station)] + LINGER_S
             station.is_over = flushed or late
 
-    def _close_dropped(self, station: Station, endpoint: ServerEndpoint) -> None:
+    def _close_dropped(self, station: Station, endpoint: AcceptingEndpoint) -> None:
         while endpoint.dropped:
             conduit = station.conduits.pop(endpoint.dropped.pop())
             self._unregister(conduit)
@@ -196,7 +196,7 @@ class Driver:
         endpoint = station.endpoint
         for conduit, link in station.accept_all():
             self._register(station, conduit)
-            if isinstance(endpoint, ServerEndpoint):
+            if isinstance(endpoint, AcceptingEndpoint):
                 endpoint.accept(conduit.number, link)
 
     def _wait(self) -> set[int]:

@@ -30,8 +30,8 @@ from tailbound.protocol.events import (
     peer_name,
 )
 from tailbound.protocol.intake import LinkCounters
+from tailbound.protocol.messages import BucketSpec
 from tailbound.protocol.server import ServerEndpoint
-from tailbound.protocol.wire import BucketSpec
 from tailbound.protocol.worker import WorkerEndpoint
 from tailbound.transport.addresses import listen
 from tailbound.transport.counters import UdpStatistics

@@ -1,0 +1,374 @@
+"""One rank's part of one all-reduce in a mesh: gradient out within p, means in exact.
+
+Every rank owns a shard of the bucket. It sends the other shards' gradients to their
+owners and takes in its own, lossy within p; reduces; and sends the mean of its shard to
+all, exact. Both ways run on every link at once, by the machines of the server plan.
+
+Source: DESIGN, 2 and 3; spec N4 to N7.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailbound.config import LossBound
+from tailbound.errors import RoundTimeoutError, TailboundError
+from tailbound.protocol.chunks import ChunkLayout, send_order
+from tailbound.protocol.events import Direction, RoundKey, peer_name
+from tailbound.protocol.headers import BucketBytes
+from tailbound.protocol.ledger import RoundSum, sum_round
+from tailbound.protocol.messages import ShardBegin, ShardMean
+from tailbound.protocol.plan import Limits
+from tailbound.protocol.receiver import Receiver, ReceiverState
+from tailbound.protocol.sender import Sender, SenderState
+from tailbound.protocol.shard_sum import ShardSum
+from tailbound.protocol.shards import cut_shards
+from tailbound.protocol.sinks import Sink, StoreSink
+from tailbound.reduction import FORMATS, chunk_norms, l2_norm, widen
+
+FOREVER_S = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """What the ranks of a mesh agreed on."""
+
+    rank: int
+    world_size: int
+    bound: LossBound
+    room_bytes: int
+    limits: Limits
+
+
+class MeshRound:
+    """One round, from its first sign until this rank is done with it."""
+
+    def __init__(
+        self,
+        plan: MeshPlan,
+        index: int,
+        counter: int,
+        slot: int,
+        dtype: str,
+        num_elements: int,
+    ) -> None:
+        self.plan, self.index = plan, index
+        self.dtype, self.num_elements = dtype, num_elements
+        self.key = RoundKey(counter, slot, Direction.IN)
+        self.back_key = RoundKey(counter, slot, Direction.BACK)
+        self.format = FORMATS[dtype]
+        self.shards = cut_shards(
+            num_elements,
+            self.format.wire.itemsize,
+            plan.room_bytes,
+            plan.world_size,
+            slot,
+        )
+        own = self.shards[plan.rank]
+        self._sum = None if own is None else ShardSum(own, self.format)
+        self.begins: dict[int, ShardBegin] = {}
+        self.arrivals: dict[int, Receiver] = {}
+        """Gradients of my shard, by the rank they come from."""
+        self.backs: dict[int, Receiver] = {}
+        """Means of the other shards, by their owners."""
+        self.means: dict[int, ShardMean] = {}
+        self.ways_in: dict[int, Sender] = {}
+        """My gradient to each owner."""
+        self.ways_back: dict[int, Sender] = {}
+        """My shard's mean to each rank."""
+        self.values_N: NDArray[Any] | None = None
+        self.p: float | None = None
+        """Loss bound; None while it is not decided yet."""
+        self.critical = True
+        self._ends_L: tuple[int, ...] = ()
+        self.started_s = self.back_s = FOREVER_S
+        """When this rank began; when the first sign of a mean came."""
+
+    @property
+    def shape(self) -> tuple[str, int]:
+        """Dtype and elements of the bucket."""
+        return self.dtype, self.num_elements
+
+    # -- in ---------------------------------------------------------------------
+
+    def layout(self, key: RoundKey, peer: int) -> ChunkLayout:
+        """How what a peer sends under this key is cut."""
+        owner = self.plan.rank if key.direction is Direction.IN else peer
+        shard = self.shards[owner]
+        assert shard is not None  # the round has a receiver for it
+        return shard.layout
+
+    def receiver(self, key: RoundKey, peer: int, now: float) -> Receiver:
+        """What takes in what a peer sends under this key."""
+        if key.direction is Direction.BACK:
+            self.back_s = min(self.back_s, now)
+            return self.backs[peer]
+        arrival = self.arrivals.get(peer)
+        if arrival is None:
+            assert self._sum is not None  # ``expects`` said so
+            layout = self.layout(key, peer)
+            arrival = self._make_receiver(key, layout, self._sum.sink, peer, now)
+            # Without a bound nothing may be missing, so it cannot close too early.
+            arrival.set_bound(self.p or 0.0)
+            self.arrivals[peer] = arrival
+        return arrival
+
+    def expects(self, direction: int, peer: int) -> bool:
+        """True if this peer may send data of this direction now."""
+        if direction == Direction.IN:
+            begin = self.begins.get(peer)
+            return self._sum is not None and (begin is None or begin.weight > 0)
+        return direction == Direction.BACK and peer in self.backs
+
+    def set_bound(self, p: float, critical: bool) -> None:
+        """The step's loss bound is decided."""
+        self.p, self.critical = p, critical
+        for arrival in self.arrivals.values():
+            arrival.set_bound(p)
+
+    def start(
+        self,
+        values_N: NDArray[Any],
+        begin: ShardBegin,
+        ends_L: tuple[int, ...],
+        now: float,
+    ) -> None:
+        """This rank's gradient is there; its senders may start."""
+        plan = self.plan
+        self.values_N, self.started_s = values_N, now
+        self.begins[plan.rank] = begin
+        self._ends_L = ends_L
+        if self._sum is not None:
+            self._sum.put_own(values_N, begin.weight)
+            for arrival in self.arrivals.values():
+                arrival.redirect(self._sum.sink)
+        for turn in range(1, plan.world_size):
+            # From the next rank on, so that not all send to the same one at once.
+            owner = (plan.rank + turn) % plan.world_size
+            shard = self.shards[owner]
+            if shard is None:
+                continue
+            part_E = values_N[shard.first : shard.stop]
+            sink = StoreSink(part_E, shard.layout)
+            self.backs[owner] = self._make_receiver(
+                self.back_key, shard.layout, sink, owner, now
+            )
+            if begin.weight > 0:
+                self.ways_in[owner] = self._make_sender(
+                    self.key,
+                    shard.layout,
+                    self._order(part_E, shard.layout),
+                    owner,
+                    now,
+                )
+
+    def rows(self, key: RoundKey, peer: int) -> BucketBytes:
+        """The data of my sender to this peer."""
+        owner = peer if key.direction is Direction.IN else self.plan.rank
+        shard = self.shards[owner]
+        assert shard is not None  # there is a sender
+        assert self.values_N is not None  # it was started
+        return BucketBytes(self.values_N[shard.first : shard.stop], shard.layout)
+
+    # -- the mean ---------------------------------------------------------------
+
+    @property
+    def total_weight(self) -> float | None:
+        """Weight of all ranks; None while one has not begun."""
+        if len(self.begins) < self.plan.world_size or self.values_N is None:
+            return None
+        return sum(self.begins[rank].weight for rank in range(self.plan.world_size))
+
+    @property
+    def is_all_in(self) -> bool:
+        """Every gradient of my shard is in within the bound; its mean is not taken."""
+        if self._sum is None or self.plan.rank in self.means or not self.total_weight:
+            return False
+        return all(
+            begin.weight == 0
+            or rank == self.plan.rank
+            or (
+                (arrival := self.arrivals.get(rank)) is not None
+                and arrival.state is ReceiverState.CLOSED
+            )
+            for rank, begin in self.begins.items()
+        )
+
+    def take_mean(self, now: float) -> ShardMean:
+        """Take the mean of my shard and open its way back; returns what to announce."""
+        plan = self.plan
+        total = self.total_weight
+        assert total  # all is in
+        assert self._sum is not None
+        shard = self.shards[plan.rank]
+        assert shard is not None
+        weight_C = None
+        if plan.bound.holes == "received_mean":
+            weight_C = np.full(shard.layout.num_chunks, self.begins[plan.rank].weight)
+            for rank, arrival in self.arrivals.items():
+                weight_C += self.begins[rank].weight * arrival.arrived_C
+        mean_E = self._sum.finish(total, weight_C)
+        arrivals = [
+            arrival
+            for rank, arrival in self.arrivals.items()
+            if self.begins[rank].weight > 0
+        ]
+        num = len(arrivals) + (self.begins[plan.rank].weight > 0)
+        mean = ShardMean(
+            self.key.counter,
+            self.key.bucket,
+            self._squares(mean_E, shard.first),
+            num * shard.layout.num_chunks,
+            sum(arrival.missing for arrival in arrivals),
+        )
+        self.means[plan.rank] = mean
+        # The way back is exact: no chunk is given up, any order does.
+        order_C = send_order("fixed", shard.layout.num_chunks, counter=0, share=0.0)
+        for turn in range(1, plan.world_size):
+            peer = (plan.rank + turn) % plan.world_size
+            self.ways_back[peer] = self._make_sender(
+                self.back_key, shard.layout, order_C, peer, now
+            )
+        return mean
+
+    @property
+    def is_complete(self) -> bool:
+        """This rank has the whole mean, and every peer what it needs of this rank."""
+        total = self.total_weight
+        if total is None or any(
+            sender.state is not SenderState.STOPPED
+            for senders in (self.ways_in, self.ways_back)
+            for sender in senders.values()
+        ):
+            return False
+        if total == 0:
+            return True
+        owners = sum(shard is not None for shard in self.shards)
+        return len(self.means) == owners and all(
+            back.state is ReceiverState.CLOSED for back in self.backs.values()
+        )
+
+    def sum_up(self) -> RoundSum:
+        """What this round adds to its step."""
+        means = [self.means[rank] for rank in sorted(self.means)]
+        return sum_round(self.index, self.begins[0], means)
+
+    # -- time and records ---------------------------------------------------------
+
+    def timer(self) -> float:
+        """When ``handle_timer``, or a sender that pauses, has something to do."""
+        pauses = (sender.timer() for sender in self._senders())
+        deadline_s = self.started_s + self.plan.limits.timeout_s
+        return min([deadline_s, *(time for time in pauses if time is not None)])
+
+    def handle_timer(self, now: float) -> TailboundError | None:
+        """Returns the error that ends the job, if the deadline has passed."""
+        for sender in self._senders():
+            sender.handle_timer(now)
+        waited_s = now - self.started_s
+        if waited_s < self.plan.limits.timeout_s:
+            return None
+        late, num, missing = self._late()
+        names = ", ".join(peer_name(rank) for rank in late)
+        return RoundTimeoutError(names, self.key.describe(), missing, num, waited_s)
+
+    # -- inside -------------------------------------------------------------------
+
+    def _senders(self) -> Iterator[Sender]:
+        yield from self.ways_in.values()
+        yield from self.ways_back.values()
+
+    def _late(self) -> tuple[list[int], int, int]:
+        """Who keeps the round open, with the chunks of it and those missing."""
+        ranks = range(self.plan.world_size)
+        absent = [rank for rank in ranks if rank not in self.begins]
+        if absent:
+            num = ChunkLayout(
+                self.num_elements, self.format.wire.itemsize, self.plan.room_bytes
+            ).num_chunks
+            return absent, num, num
+        for receivers in (self.arrivals, self.backs):
+            still_open = {
+                rank: receiver
+                for rank, receiver in receivers.items()
+                if receiver.state is ReceiverState.OPEN
+                and (receivers is self.backs or self.begins[rank].weight > 0)
+            }
+            if still_open:
+                return (
+                    list(still_open),
+                    sum(r.layout.num_chunks for r in still_open.values()),
+                    sum(r.missing for r in still_open.values()),
+                )
+        waiting = [
+            rank
+            for senders in (self.ways_in, self.ways_back)
+            for rank, sender in senders.items()
+            if sender.state is not SenderState.STOPPED
+        ]
+        silent = [rank for rank in ranks if rank not in self.means]
+        return waiting or silent, 0, 0
+
+    def _squares(self, mean_E: NDArray[Any], first: int) -> tuple[float, ...]:
+        """Sum of squares within my shard, of each tensor that is told apart."""
+        wide_E = widen(mean_E, self.format)
+        if not self._ends_L:
+            return (l2_norm(wide_E) ** 2,)
+        cuts_L = np.clip(np.array([0, *self._ends_L]) - first, 0, len(mean_E))
+        return tuple(
+            l2_norm(wide_E[start:stop]) ** 2
+            for start, stop in itertools.pairwise(cuts_L.tolist())
+        )
+
+    def _order(self, part_E: NDArray[Any], layout: ChunkLayout) -> NDArray[np.int64]:
+        bound = self.plan.bound
+        norm_C = None
+        if bound.order == "norm":
+            norm_C = chunk_norms(widen(part_E, self.format), layout.elements_per_chunk)
+        return send_order(
+            bound.order,
+            layout.num_chunks,
+            counter=self.key.counter,
+            share=self.plan.rank / self.plan.world_size,
+            norm_C=norm_C,
+        )
+
+    def _make_sender(
+        self,
+        key: RoundKey,
+        layout: ChunkLayout,
+        order_C: NDArray[np.int64],
+        peer: int,
+        now: float,
+    ) -> Sender:
+        is_back = key.direction is Direction.BACK
+        return Sender(
+            key,
+            layout,
+            order_C,
+            peer=peer_name(peer),
+            now=now,
+            window_bytes=self.plan.limits.window_bytes,
+            # The round has a deadline, which names every rank that is late.
+            timeout_s=FOREVER_S,
+            silence_s=self.plan.limits.silence_s,
+            is_ascending=is_back or self.plan.bound.order != "norm",
+        )
+
+    def _make_receiver(
+        self, key: RoundKey, layout: ChunkLayout, sink: Sink, peer: int, now: float
+    ) -> Receiver:
+        return Receiver(
+            key,
+            layout,
+            sink,
+            loss_bound=0.0,
+            peer=peer_name(peer),
+            now=now,
+            timeout_s=FOREVER_S,
+            window_bytes=self.plan.limits.window_bytes,
+        )
