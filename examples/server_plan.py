@@ -48,6 +48,7 @@ def main() -> None:
         micro_batches=MICRO_BATCHES,
         network=tailbound.LossBound(p_low=0.008, p_high=0.408, window=5),
         transport=tailbound.Transport(
+            plan="server",
             mtu=1500,  # as on Ethernet: 1448 bytes of gradient in a datagram
             timeout_s=30.0,
             impairments=tailbound.Impairments(

@@ -31,7 +31,7 @@ def main(server: str) -> None:
         model,
         optimizer,
         network=tailbound.LossBound(),
-        transport=tailbound.Transport(server=server, timeout_s=30.0),
+        transport=tailbound.Transport(plan="server", server=server, timeout_s=30.0),
     ) as job:
         rng = torch.Generator().manual_seed(job.rank)  # each rank its own samples
         for _ in range(100):

@@ -203,7 +203,7 @@ def serve(
 ) -> None:
     """Run the server of a job as a process of its own.
 
-    Workers join with Transport(server="host:port").
+    Workers join with Transport(plan="server", server="host:port").
     """
     import msgspec
 

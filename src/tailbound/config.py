@@ -15,6 +15,7 @@ Test = Literal["change", "drop"]
 Compare = Literal["step", "check"]
 Holes = Literal["zero", "received_mean"]
 Order = Literal["rotate", "fixed", "norm"]
+Plan = Literal["sharded", "server"]
 Preempt = Literal["micro_batch", "backward"]
 Partial = Literal["keep", "discard"]
 Normalize = Literal["computed", "planned", "constant"]
@@ -175,11 +176,12 @@ class LossBound:
 class Transport:
     """How bytes travel between the ranks. The defaults fit one Ethernet segment."""
 
-    plan: Literal["server"] = "server"
-    """Who reduces what: ``server``, one server for all workers (the paper's)."""
+    plan: Plan = "sharded"
+    """Who reduces what. ``sharded``: every rank its part of each bucket. ``server``:
+    one server for all workers (the paper's)."""
     server: str | None = None
-    """``host:port`` of a running ``tailbound serve``. None: rank 0 runs the server
-    and publishes its address through the job's store."""
+    """``host:port`` of a running ``tailbound serve``, for ``plan="server"``. None:
+    rank 0 runs the server and publishes its address through the job's store."""
     mtu: int | Literal["auto"] = "auto"
     """Bytes of one IP packet. ``auto``: of the route to the peer, at most 9000, and
     the smallest of all ranks."""
@@ -195,7 +197,11 @@ class Transport:
     """Loss and delay added to what this process receives; for tests and the lab."""
 
     def __post_init__(self) -> None:
-        require(self.plan == "server", f"plan is 'server', not {self.plan!r}")
+        _check_choices(("plan", self.plan, ("sharded", "server")))
+        require(
+            self.server is None or self.plan == "server",
+            f'server={self.server!r} needs plan="server"',
+        )
         require(
             self.mtu == "auto"
             or (isinstance(self.mtu, int) and 576 <= self.mtu <= 65535),

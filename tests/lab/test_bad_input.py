@@ -139,7 +139,9 @@ def test_a_refused_connection_names_the_server_and_its_port(
         tailbound.attach(
             model,
             plain_sgd(model),
-            transport=Transport(server=f"127.0.0.1:{port}", timeout_s=0.3),
+            transport=Transport(
+                plan="server", server=f"127.0.0.1:{port}", timeout_s=0.3
+            ),
         )
 
     assert str(caught.value) == (

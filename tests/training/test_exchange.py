@@ -39,6 +39,7 @@ def reduce(
         loss_scale=loss_scale,
         computed=1.5,
         planned=2,
+        is_last=True,
     )
 
 

@@ -103,7 +103,7 @@ def test_a_named_server_needs_a_place() -> None:
 
 
 def test_a_named_server_needs_no_store() -> None:
-    transport = Transport(server="10.0.0.1:29400")
+    transport = Transport(plan="server", server="10.0.0.1:29400")
 
     assert find_server(Place(1, 2), transport) == ("10.0.0.1:29400", None)
 

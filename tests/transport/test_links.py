@@ -13,7 +13,7 @@ from jobs import leaves_nothing
 from tailbound.config import Transport
 from tailbound.errors import ConfigError, UnreachableError
 from tailbound.transport import links
-from tailbound.transport.links import connect_server, join_server, open_link
+from tailbound.transport.links import connect_peer, join_peer, open_link
 
 pytestmark = pytest.mark.sockets
 
@@ -48,7 +48,7 @@ def test_a_link_binds_udp_to_the_address_of_its_connection(
 ) -> None:
     transport = Transport(bind="127.0.0.2", mtu=1400)
 
-    tcp, udp, link = join_server(address_of(listener), transport)
+    tcp, udp, link = join_peer(address_of(listener), transport)
     with tcp:
         assert udp.address[0] == "127.0.0.2"
         assert tcp.getsockname()[0] == "127.0.0.2"
@@ -66,7 +66,7 @@ def test_an_automatic_mtu_is_the_routes_but_never_above_9000(
     listener: socket.socket,
 ) -> None:
     """Loopback's is 65536."""
-    tcp, udp, link = join_server(address_of(listener), Transport())
+    tcp, udp, link = join_peer(address_of(listener), Transport())
     tcp.close()
     udp.close()
 
@@ -80,7 +80,7 @@ def test_a_link_over_ipv6_knows_it() -> None:
         pytest.skip("this machine has no IPv6 loopback")
     with listener:
         port = listener.getsockname()[1]
-        tcp, udp, link = join_server(f"[::1]:{port}", Transport(mtu=1500))
+        tcp, udp, link = join_peer(f"[::1]:{port}", Transport(mtu=1500))
         tcp.close()
         udp.close()
 
@@ -97,7 +97,7 @@ def test_a_server_that_starts_a_little_later_is_found() -> None:
 
     thread = threading.Thread(target=start_late)
     thread.start()
-    tcp = connect_server(f"127.0.0.1:{port}", Transport(timeout_s=20.0))
+    tcp = connect_peer(f"127.0.0.1:{port}", Transport(timeout_s=20.0))
     thread.join()
     tcp.close()
     opened[0].close()
@@ -109,7 +109,7 @@ def test_a_refused_connection_is_given_up_after_the_timeout() -> None:
     port = free_port()
 
     with pytest.raises(UnreachableError) as caught:
-        connect_server(f"127.0.0.1:{port}", Transport(timeout_s=0.1))
+        connect_peer(f"127.0.0.1:{port}", Transport(timeout_s=0.1))
 
     assert caught.value.protocol == "TCP"
     assert f"127.0.0.1:{port}" in str(caught.value)
@@ -129,7 +129,7 @@ def test_a_server_that_does_not_answer_is_given_up_after_the_timeout() -> None:
             waiting.append(opened)
 
         with pytest.raises(UnreachableError, match="no answer within 0 s; a firewall"):
-            connect_server(address_of(full), Transport(timeout_s=0.3))
+            connect_peer(address_of(full), Transport(timeout_s=0.3))
         for opened in waiting:
             opened.close()
 
@@ -145,19 +145,19 @@ def test_a_server_that_hangs_up_while_we_join_leaves_nothing_open(
     monkeypatch.setattr(links, "open_link", gone)
 
     with pytest.raises(UnreachableError, match="closed at once"):
-        join_server(address_of(listener), Transport())
+        join_peer(address_of(listener), Transport())
 
 
 def test_an_address_that_is_none_is_a_setting_to_fix() -> None:
     with pytest.raises(ConfigError, match="host:port"):
-        join_server("localhost", Transport())
+        join_peer("localhost", Transport())
 
 
 def test_a_bind_address_that_is_not_ours_is_a_setting_to_fix(
     listener: socket.socket,
 ) -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        join_server(address_of(listener), Transport(bind="192.0.2.1"))
+        join_peer(address_of(listener), Transport(bind="192.0.2.1"))
 
 
 def test_without_a_free_port_nothing_stays_open(listener: socket.socket) -> None:
@@ -166,13 +166,13 @@ def test_without_a_free_port_nothing_stays_open(listener: socket.socket) -> None
         port = taken.getsockname()[1]
 
         with pytest.raises(ConfigError, match=f"UDP port {port} is in use"):
-            join_server(address_of(listener), Transport(port_range=(port, port)))
+            join_peer(address_of(listener), Transport(port_range=(port, port)))
 
 
 def test_a_connection_that_is_reset_at_once_is_no_server(
     listener: socket.socket,
 ) -> None:
-    tcp = connect_server(address_of(listener), Transport())
+    tcp = connect_peer(address_of(listener), Transport())
     accepted, _ = listener.accept()
     accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     accepted.close()

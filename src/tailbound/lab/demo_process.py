@@ -120,6 +120,7 @@ def train(order: WorkerOrder, say: Say) -> None:
             rng=np.random.default_rng([conditions.seed, place.rank]),
         )
     transport = Transport(
+        plan="server",
         server=order.server,
         mtu=conditions.mtu,
         timeout_s=order.timeout_s,

@@ -18,11 +18,12 @@ from tailbound.training.exchange import (
     Exchange,
     GroupExchange,
     LocalExchange,
+    MeshExchange,
     ProcessGroupExchange,
 )
 from tailbound.training.job import Job, OnRecord
 from tailbound.training.leaving import describe
-from tailbound.training.rendezvous import find_place, find_server
+from tailbound.training.rendezvous import find_place, find_server, join_mesh
 from tailbound.transport.group import Group
 
 MakeExchange = Callable[[tuple[BucketSpec, ...]], Exchange]
@@ -191,6 +192,9 @@ def find_exchange(
                 "torch.distributed.init_process_group first"
             )
         return ProcessGroupExchange()
+    if transport.plan == "sharded":
+        mesh = join_mesh(place, network, transport)
+        return MeshExchange(mesh, specs, per_layer=network.per_layer)
     address, server = find_server(place, transport)
     group = Group(
         address,

@@ -1,7 +1,9 @@
 """What a job exchanges through: a bounded-loss group, a process group, or nothing."""
 
+import itertools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from tailbound.errors import ConfigError, PeerLostError
 from tailbound.protocol.events import Reduced
+from tailbound.protocol.messages import BucketSpec
 from tailbound.transport.group import Group
+from tailbound.transport.mesh import MeshGroup
 
 AllGather = Callable[[bytes], tuple[bytes, ...]]
 """Exchanges byte strings exactly; one per rank comes back, in rank order."""
@@ -36,6 +40,7 @@ class Exchange(ABC):
         loss_scale: float,
         computed: float,
         planned: int,
+        is_last: bool,
     ) -> Reduced:
         """Replace a gradient, already multiplied by the weight, by the mean.
 
@@ -47,6 +52,7 @@ class Exchange(ABC):
             loss_scale: factor that the gradient carries.
             computed: micro-batches behind it.
             planned: micro-batches that were to be behind it.
+            is_last: the step has no further bucket.
         """
 
     @abstractmethod
@@ -79,6 +85,7 @@ class GroupExchange(Exchange):
         loss_scale: float,
         computed: float,
         planned: int,
+        is_last: bool,
     ) -> Reduced:
         """See Exchange."""
         return self._group.all_reduce(
@@ -103,6 +110,65 @@ class GroupExchange(Exchange):
         self._group.abort(reason)
 
 
+class MeshExchange(Exchange):
+    """Over the bounded-loss transport, without a server."""
+
+    def __init__(
+        self, mesh: MeshGroup, specs: Sequence[BucketSpec], *, per_layer: bool
+    ) -> None:
+        self._mesh = mesh
+        self.rank, self.world_size = mesh.rank, mesh.world_size
+        self._buckets = [
+            (spec.dtype, _ends(spec) if per_layer else ()) for spec in specs
+        ]
+        self._turn = 0
+
+    def all_reduce(
+        self,
+        flat: Tensor,
+        values_N: NDArray[Any],
+        weight: float,
+        *,
+        learning_rate: float | None,
+        loss_scale: float,
+        computed: float,
+        planned: int,
+        is_last: bool,
+    ) -> Reduced:
+        """See Exchange."""
+        dtype, ends_L = self._buckets[self._turn]
+        self._turn = 0 if is_last else self._turn + 1
+        return self._mesh.all_reduce(
+            values_N,
+            weight,
+            dtype=dtype,
+            is_last=is_last,
+            ends_L=ends_L,
+            learning_rate=learning_rate,
+            loss_scale=loss_scale,
+            computed=computed,
+            planned=planned,
+        )
+
+    def all_gather(self, data: bytes) -> tuple[bytes, ...]:
+        """See Exchange."""
+        return self._mesh.all_gather(data)
+
+    def close(self) -> None:
+        """See Exchange."""
+        self._mesh.close()
+
+    def abort(self, reason: str) -> None:
+        """See Exchange."""
+        self._mesh.abort(reason)
+
+
+def _ends(spec: BucketSpec) -> tuple[int, ...]:
+    """Where each tensor ends in its bucket."""
+    sizes = (math.prod(shape) for shape in spec.shapes)
+    return tuple(itertools.accumulate(sizes))
+
+
 class ExactExchange(Exchange):
     """What the two exact exchanges share: no bound, no regime, no round reports."""
 
@@ -124,6 +190,7 @@ class ExactExchange(Exchange):
         loss_scale: float,
         computed: float,
         planned: int,
+        is_last: bool,
     ) -> Reduced:
         """See Exchange."""
         total, all_computed, all_planned = self.average(

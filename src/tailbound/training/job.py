@@ -262,6 +262,7 @@ class Job:
                     loss_scale=loss_scale,
                     computed=work.computed,
                     planned=work.planned,
+                    is_last=bucket is self._buckets[-1],
                 )
             )
         return reduced

@@ -5,17 +5,19 @@ own store. Nothing below it reads the environment (docs/design/0011).
 """
 
 import os
+import secrets
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from tailbound.config import Transport, format_address
+from tailbound.config import LossBound, Transport, format_address
 from tailbound.errors import ConfigError, PeerLostError, UnreachableError
 from tailbound.transport.addresses import resolve_bind
 from tailbound.transport.group import Server
+from tailbound.transport.mesh import Meeting, MeshGroup
 
 _attached = 0
 """Jobs attached by this process so far: each gets its own key in the store."""
@@ -100,6 +102,91 @@ def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]
         raise PeerLostError((host,), "start-up", _first_line(error)) from error
 
 
+def join_mesh(place: Place, bound: LossBound, transport: Transport) -> MeshGroup:
+    """Meet the other ranks of the job in its own store, for the sharded plan.
+
+    Raises:
+        ConfigError: no store to meet in.
+        UnreachableError: there is no way to the store, or to a rank.
+        PeerLostError: the store ended, or a rank did not come in time.
+    """
+    global _attached
+    _attached += 1
+    store = _job_store(transport.timeout_s)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"tailbound/{attempt}/{_attached}/mesh"
+    return mesh_over(store, key, place.rank, place.world_size, bound, transport)
+
+
+def mesh_over(
+    store: Store,
+    key: str,
+    rank: int,
+    world_size: int,
+    bound: LossBound,
+    transport: Transport,
+) -> MeshGroup:
+    """Meet the other ranks through any store of torch's.
+
+    Args:
+        store: the same on all ranks.
+        key: names this mesh in it; a second mesh needs another one.
+        rank: this process.
+        world_size: ranks of the mesh.
+        bound: loss bound, the same on all ranks.
+        transport: how bytes travel.
+
+    Raises:
+        UnreachableError: there is no way to a rank.
+        PeerLostError: the store ended, or a rank did not come in time.
+    """
+
+    def meet(address: str) -> Meeting:
+        session = str(secrets.randbits(63)) if rank == 0 else ""
+        keys = [f"{key}/{other}" for other in range(world_size)]
+        try:
+            store.set(keys[rank], f"{session} {address}")
+            store.wait(keys, timedelta(seconds=transport.timeout_s))
+            words = [store.get(one).decode() for one in keys]
+        except dist.DistStoreError as error:
+            raise PeerLostError(
+                tuple(
+                    f"rank {r}" for r, one in enumerate(keys) if not _has(store, one)
+                ),
+                "start-up",
+                f"published no address within {transport.timeout_s:.0f} s; did it get "
+                "to the same call?",
+            ) from error
+        except RuntimeError as error:
+            host = "the job's store, which torchrun or rank 0 hosts,"
+            raise PeerLostError((host,), "start-up", _first_line(error)) from error
+        addresses = tuple(word.partition(" ")[2] for word in words)
+        return Meeting(int(words[0].partition(" ")[0]), addresses)
+
+    host = resolve_bind(
+        transport.bind,
+        _host_of(store),
+        is_loopback_fine=_is_one_host(Place(rank, world_size)),
+    )
+    return MeshGroup(rank, world_size, bound, transport, host=host, meet=meet)
+
+
+def _has(store: Store, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError:
+        return False
+
+
+def _host_of(store: Store) -> str:
+    """Where the store is served: the route there shows which address is ours."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return store.host
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
 def _make_server(place: Place, transport: Transport) -> Server:
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     host = resolve_bind(transport.bind, master, is_loopback_fine=_is_one_host(place))
@@ -125,7 +212,7 @@ def _job_store(timeout_s: float) -> Store:
     if missing:
         raise ConfigError(
             f"{' and '.join(missing)} not set: start the script with torchrun, or give "
-            "Transport(server='host:port') of a running `tailbound serve`"
+            "Transport(plan='server', server='host:port') of a `tailbound serve`"
         )
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 1 <= int(port) <= 65535:

@@ -51,7 +51,8 @@ def describe_step(
     missing = sum(report.missing for report in ways_in)
     # With several buckets: the norm of all of them, the strictest bound, and the
     # verdict on the largest change.
-    told = max(reduced, key=lambda event: event.ratio or 0.0)
+    # In a mesh the last bucket carries the verdict on the step, so it wins a draw.
+    told = max(reversed(reduced), key=lambda event: event.ratio or 0.0)
     strictest = min(reduced, key=lambda event: event.p)
     return StepReport(
         run=run,

@@ -1,8 +1,10 @@
 """What a UDP socket counted, and how its errors are sorted for that."""
 
 import errno
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from tailbound.transport.addresses import Address
 
@@ -52,3 +54,18 @@ class UdpStatistics:
     overflow: int
     """Dropped here because the receive queue was full: not the network's loss. As
     far as the last receive knew; older kernels count a joined batch once."""
+
+
+def add_statistics(parts: Iterable[UdpStatistics]) -> UdpStatistics:
+    """What several sockets of one process did together."""
+    all_parts = list(parts)
+    total: dict[str, Any] = {}
+    for item in fields(UdpStatistics):
+        values = [getattr(part, item.name) for part in all_parts]
+        if item.name == "unbatched":
+            total[item.name] = tuple(address for value in values for address in value)
+        elif item.name.endswith("_errors"):
+            total[item.name] = dict(sum(map(Counter, values), Counter()))
+        else:
+            total[item.name] = sum(values)
+    return UdpStatistics(**total)

@@ -105,7 +105,7 @@ class Driver:
             self._by_listener[station.listener.fileno()] = station
             self._epoll.register(station.listener.fileno(), select.EPOLLIN)
         for conduit in station.conduits.values():
-            self._register(station, conduit)
+            self.register(station, conduit)
 
     def close(self) -> None:
         """Close everything; not while the thread runs. Closing twice is fine."""
@@ -120,7 +120,8 @@ class Driver:
             station.close()
         self._epoll.close()
 
-    def _register(self, station: Station, conduit: Conduit) -> None:
+    def register(self, station: Station, conduit: Conduit) -> None:
+        """Watch a conduit that was added to a station; in the driver's thread."""
         for fd, table in (
             (conduit.tcp.fileno(), self._by_tcp),
             (conduit.udp.fileno(), self._by_udp),
@@ -195,7 +196,7 @@ class Driver:
     def _accept(self, station: Station) -> None:
         endpoint = station.endpoint
         for conduit, link in station.accept_all():
-            self._register(station, conduit)
+            self.register(station, conduit)
             if isinstance(endpoint, AcceptingEndpoint):
                 endpoint.accept(conduit.number, link)
 

@@ -53,29 +53,31 @@ def open_link(tcp: socket.socket, transport: Transport) -> tuple[UdpSocket, Link
     return udp, link
 
 
-def join_server(
-    address: str, transport: Transport
+def join_peer(
+    address: str, transport: Transport, peer: str = "the server"
 ) -> tuple[socket.socket, UdpSocket, Link]:
-    """Connect to the server and open the link to it; nothing stays open on errors.
+    """Connect to a peer and open the link to it; nothing stays open on errors.
 
     Raises:
         UnreachableError: nobody answers there within the timeout.
         ConfigError: the address, ``Transport.bind`` or the ports are unusable.
     """
-    tcp = connect_server(address, transport)
+    tcp = connect_peer(address, transport, peer)
     try:
         return (tcp, *open_link(tcp, transport))
     except OSError as error:
         tcp.close()
-        remedy = "the connection closed at once; is it a tailbound server?"
-        raise UnreachableError("TCP", "the server", address, remedy) from error
+        remedy = f"the connection closed at once; is it {peer} of a tailbound job?"
+        raise UnreachableError("TCP", peer, address, remedy) from error
     except BaseException:
         tcp.close()
         raise
 
 
-def connect_server(address: str, transport: Transport) -> socket.socket:
-    """Connect to the server's control port.
+def connect_peer(
+    address: str, transport: Transport, peer: str = "the server"
+) -> socket.socket:
+    """Connect to a peer's control port.
 
     Raises:
         UnreachableError: nobody answers there within the timeout.
@@ -99,10 +101,10 @@ def connect_server(address: str, transport: Transport) -> socket.socket:
             break
         except OSError as error:
             cause = error
-            reason, remedy = error.strerror or str(error), "is the server running?"
+            reason, remedy = error.strerror or str(error), f"is {peer} running?"
             if waited_s > min(CONNECT_PATIENCE_S, timeout_s):
                 break
             time.sleep(CONNECT_RETRY_S)
     raise UnreachableError(
-        "TCP", "the server", format_address(host, port), f"{reason}; {remedy}"
+        "TCP", peer, format_address(host, port), f"{reason}; {remedy}"
     ) from cause

@@ -1,0 +1,300 @@
+"""The blocking face of the sharded plan: meet all ranks, reduce, gather, part.
+
+An all-reduce may also be started without waiting for it; several are then under way.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tailbound.config import LossBound, Transport, format_address
+from tailbound.errors import (
+    ConfigError,
+    JobClosedError,
+    RoundTimeoutError,
+    TailboundError,
+)
+from tailbound.protocol.events import (
+    Ended,
+    Event,
+    Failed,
+    Gathered,
+    Reduced,
+    Started,
+    peer_name,
+)
+from tailbound.protocol.mesh import MeshEndpoint
+from tailbound.transport.addresses import listen
+from tailbound.transport.links import join_peer, open_link
+from tailbound.transport.member import Member
+from tailbound.transport.station import Station
+
+OnDone = Callable[[Reduced | TailboundError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the ranks learn of each other where they meet."""
+
+    session: int
+    """Rank 0's draw: 63 bits that every datagram of the job carries."""
+    addresses: tuple[str, ...]
+    """Control address of each rank, ``host:port``."""
+
+
+class MeshGroup(Member):
+    """This rank's membership in a sharded job: every rank owns 1/N of each bucket.
+
+    Args:
+        rank: this process, 0 to world_size - 1.
+        world_size: ranks in the job, 2 or more.
+        bound: loss bound; all ranks must give the same.
+        transport: how bytes travel.
+        host: local address to listen on.
+        meet: given our control address, waits for the other ranks'.
+
+    Raises:
+        ConfigError: no such address, or no port is free.
+        UnreachableError: a rank cannot be reached, or UDP does not get through.
+        HandshakeError: the ranks do not agree; both sides' values are named.
+        TailboundError: see ``errors``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        bound: LossBound,
+        transport: Transport,
+        *,
+        host: str,
+        meet: Callable[[str], Meeting],
+    ) -> None:
+        if not 0 <= rank < world_size or world_size < 2:
+            raise ConfigError(f"a mesh has 2 or more ranks, not {rank} of {world_size}")
+        self.rank, self.world_size = rank, world_size
+        self._lock = threading.Lock()
+        self._waiting: dict[int, OnDone] = {}
+        """By ticket: those who were promised a call."""
+        self._tickets: dict[int, int] = {}
+        """By counter of the round, in the driver's thread."""
+        self._num_tickets = 0
+        self._step = 0
+        listener = listen(host, 0, transport.port_range)
+        try:
+            local_host, local_port, *_ = listener.getsockname()
+            meeting = meet(format_address(local_host, local_port))
+            self._endpoint = MeshEndpoint(
+                rank,
+                world_size,
+                meeting.session,
+                bound,
+                now=time.monotonic(),
+                timeout_s=transport.timeout_s,
+                silence_s=transport.silence_s,
+            )
+            super().__init__(self._endpoint, transport)
+        except BaseException:
+            listener.close()
+            raise
+        station = Station(
+            self._endpoint,
+            self._on_event,
+            listener=listener,
+            accept=lambda tcp: open_link(tcp, transport),
+            impairments=transport.impairments,
+        )
+        self._stations.append(station)
+        self._driver.add(station)
+        self._driver.start()
+        try:
+            # The higher rank connects, to the nearest first: all listen already.
+            for peer in range(rank - 1, -1, -1):
+                self._connect(station, peer, meeting.addresses[peer])
+            started = self._wait(Started, "start-up")
+        except BaseException:
+            self._shut()
+            raise
+        self.payload_bytes = started.payload_bytes
+        """Gradient bytes of one datagram."""
+
+    def start(
+        self,
+        values_N: NDArray[Any],
+        *,
+        dtype: str,
+        weight: float,
+        step: int,
+        is_last: bool,
+        on_done: OnDone,
+        ends_L: tuple[int, ...] = (),
+        learning_rate: float | None = None,
+        loss_scale: float = 1.0,
+        computed: float = 1.0,
+        planned: int = 1,
+    ) -> None:
+        """Start an all-reduce and return at once; several may be under way.
+
+        Rounds are matched across ranks by the order of calls; step, dtype and length
+        must agree, or every rank gets a HandshakeError with both sides' values.
+
+        Args:
+            values_N: gradient of any length >= 1, contiguous, in the wire dtype
+                (bfloat16 as uint16), already multiplied by the weight. The mesh's own
+                until the call; then it holds the mean, bit-identical on all ranks.
+            dtype: ``float32``, ``float64``, ``float16`` or ``bfloat16``.
+            weight: samples, tokens or micro-batches behind it, >= 0.
+            step: of the job; does not fall.
+            is_last: the step's last bucket; then the next loss bound is decided.
+            on_done: called once with the result or the error, in the driver's thread.
+            ends_L: where each tensor ends in it, for ``LossBound(per_layer=True)``.
+            learning_rate: for the detector's learning-rate rule.
+            loss_scale: factor that the gradient carries.
+            computed: micro-batches behind the gradient, 0 to ``planned``.
+            planned: micro-batches that were to be behind it.
+
+        Raises:
+            JobClosedError: the group is closed.
+            TailboundError: the job has failed.
+        """
+        self._require_open()
+        with self._lock:
+            ticket = self._num_tickets
+            self._num_tickets += 1
+            self._waiting[ticket] = on_done
+
+        def begin() -> None:
+            if self._endpoint.error is not None:
+                self._answer(ticket, self._endpoint.error)
+                return
+            try:
+                counter = self._endpoint.all_reduce(
+                    values_N,
+                    weight,
+                    time.monotonic(),
+                    dtype=dtype,
+                    step=step,
+                    is_last=is_last,
+                    ends_L=ends_L,
+                    learning_rate=learning_rate,
+                    loss_scale=loss_scale,
+                    computed=computed,
+                    planned=planned,
+                )
+            except TailboundError as error:
+                if not isinstance(error, ConfigError):
+                    self._endpoint.fail(error)
+                self._answer(ticket, error)
+            else:
+                self._tickets[counter] = ticket
+
+        self._driver.call(begin)
+        if self._closed:  # by another thread meanwhile: nobody runs the call
+            self._answer(ticket, JobClosedError("the job is closed"))
+
+    def all_reduce(
+        self,
+        values_N: NDArray[Any],
+        weight: float,
+        *,
+        dtype: str = "float32",
+        step: int | None = None,
+        is_last: bool = True,
+        ends_L: tuple[int, ...] = (),
+        learning_rate: float | None = None,
+        loss_scale: float = 1.0,
+        computed: float = 1.0,
+        planned: int = 1,
+    ) -> Reduced:
+        """Replace a gradient by the weighted mean over all ranks; waits for it.
+
+        Args:
+            values_N: see ``start``.
+            weight: see ``start``.
+            dtype: see ``start``.
+            step: see ``start``; None: counted here, each ``is_last`` ends one.
+            is_last: see ``start``.
+            ends_L: see ``start``.
+            learning_rate: see ``start``.
+            loss_scale: see ``start``.
+            computed: see ``start``.
+            planned: see ``start``.
+
+        Raises:
+            TailboundError: the round could not be completed; the group is closed.
+        """
+        done: queue.SimpleQueue[Reduced | TailboundError] = queue.SimpleQueue()
+        self.start(
+            values_N,
+            dtype=dtype,
+            weight=weight,
+            step=self._step if step is None else step,
+            is_last=is_last,
+            on_done=done.put,
+            ends_L=ends_L,
+            learning_rate=learning_rate,
+            loss_scale=loss_scale,
+            computed=computed,
+            planned=planned,
+        )
+        self._step += is_last
+        timeout_s = self._longest_wait_s
+        try:
+            result = done.get(timeout=timeout_s)
+        except queue.Empty:
+            phase = "an all-reduce"
+            raise RoundTimeoutError("the transport", phase, 0, 0, timeout_s) from None
+        if isinstance(result, TailboundError):
+            raise result
+        return result
+
+    def all_gather(self, data: bytes) -> tuple[bytes, ...]:
+        """Exchange byte strings, exactly, over TCP; one per rank, in rank order."""
+        self._require_open()
+        self._driver.call(lambda: self._endpoint.all_gather(data, time.monotonic()))
+        return self._wait(Gathered, "an all-gather").parts
+
+    def _connect(self, station: Station, peer: int, address: str) -> None:
+        tcp, udp, link = join_peer(address, self._transport, peer_name(peer))
+
+        def join() -> None:
+            conduit = station.add(tcp, udp, link)
+            self._driver.register(station, conduit)
+            self._endpoint.connect(conduit.number, link, peer)
+
+        self._run(join)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Reduced):
+            ticket = self._tickets.pop(event.counter)
+            self._answer(ticket, event)
+            return
+        self._events.put(event)
+        if isinstance(event, Failed | Ended):
+            error: TailboundError = JobClosedError("the job is closed")
+            self._answer_all(event.error if isinstance(event, Failed) else error)
+
+    def _answer(self, ticket: int, result: Reduced | TailboundError) -> None:
+        with self._lock:
+            on_done = self._waiting.pop(ticket, None)
+        if on_done is not None:
+            on_done(result)
+
+    def _answer_all(self, error: TailboundError) -> None:
+        with self._lock:
+            tickets = list(self._waiting)
+        for ticket in tickets:
+            self._answer(ticket, error)
+
+    def _say_goodbye(self) -> None:
+        self._endpoint.close()
+
+    def _shut(self) -> None:
+        super()._shut()
+        # Whoever still waits, such as for a call that the thread never came to.
+        self._answer_all(self._events.error or JobClosedError("the job is closed"))
