@@ -50,7 +50,6 @@ def main() -> None:
         transport=tailbound.Transport(
             plan="server",
             mtu=1500,  # as on Ethernet: 1448 bytes of gradient in a datagram
-            timeout_s=30.0,
             impairments=tailbound.Impairments(
                 losses=(tailbound.IndependentLoss(rate=LOSS),), seed=rank
             ),

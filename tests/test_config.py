@@ -88,8 +88,8 @@ def test_settings_are_frozen() -> None:
         {"mtu": 65535},
         {"timeout_s": 0.001},
         {"silence_s": 0.001},
-        {"server": "host:7000"},
-        {"server": "[::1]:7000"},
+        {"plan": "server", "server": "host:7000"},
+        {"plan": "server", "server": "[::1]:7000"},
         {"port_range": (1, 65535)},
         {"port_range": (7000, 7000)},
         {"impairments": Impairments(delay_s=0.001)},
@@ -104,7 +104,7 @@ def test_transport_just_inside_its_limits_is_taken(settings: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"plan": "ring"}, "plan is 'server', not 'ring'"),
+        ({"plan": "ring"}, r"plan is one of \('sharded', 'server'\), not 'ring'"),
         ({"mtu": 575}, "mtu is 'auto' or 576 to 65535 bytes, not 575"),
         ({"mtu": 65536}, "mtu is .* not 65536"),
         ({"mtu": "large"}, "mtu is .* not 'large'"),
@@ -112,7 +112,7 @@ def test_transport_just_inside_its_limits_is_taken(settings: dict[str, Any]) -> 
         ({"timeout_s": INF}, "timeout_s .* not inf"),
         ({"silence_s": -1.0}, r"silence_s .* not -1\.0"),
         ({"silence_s": NAN}, "silence_s .* not nan"),
-        ({"server": "host"}, "an address is host:port .* not 'host'"),
+        ({"plan": "server", "server": "host"}, "an address is host:port .* not 'host'"),
         ({"port_range": (0, 10)}, r"port_range is .* not \(0, 10\)"),
         ({"port_range": (10, 9)}, r"port_range is .* not \(10, 9\)"),
         ({"port_range": (1, 65536)}, r"port_range is .* not \(1, 65536\)"),

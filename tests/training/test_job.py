@@ -214,7 +214,7 @@ def test_a_rank_attaches_to_a_server_that_runs_elsewhere(
             tailbound.attach(
                 models[1],
                 plain_sgd(models[1]),
-                transport=replace(transport, server=server.address),
+                transport=replace(transport, plan="server", server=server.address),
             )
         )
         assert [other.result(TIMEOUT_S) for other in others] == [None, None]
