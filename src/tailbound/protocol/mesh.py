@@ -6,7 +6,7 @@ the bucket's shape is known, from its announcement or from the step before.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -207,9 +207,10 @@ class MeshEndpoint(MeshMember):
             self.rank, self.world_size, self.bound, room_bytes, limits
         )
 
-    @property
-    def _is_busy(self) -> bool:
-        return any(round_.values_N is not None for round_ in self._rounds.values())
+    def _awaited_in_rounds(self) -> Iterator[int]:
+        for round_ in self._rounds.values():
+            if round_.values_N is not None:
+                yield from set(range(self.world_size)) - set(round_.begins)
 
     def _counter(self, index: int) -> int:
         return (self._first_counter + index) % COUNTER_PERIOD

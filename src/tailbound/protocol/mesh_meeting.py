@@ -6,6 +6,7 @@ others when all their links work; a rank that has heard so from all others start
 
 import sys
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from tailbound.config import LossBound
@@ -84,10 +85,9 @@ class MeshMember(AcceptingEndpoint):
     def _handle_round(self, link: int, message: Message, now: float) -> None:
         """Take in an announcement of a round."""
 
-    @property
     @abstractmethod
-    def _is_busy(self) -> bool:
-        """A round is open that needs every rank."""
+    def _awaited_in_rounds(self) -> Iterable[int]:
+        """Ranks that have not begun a round that this rank is in."""
 
     # -- meeting --------------------------------------------------------------------
 
@@ -233,9 +233,17 @@ class MeshMember(AcceptingEndpoint):
             self._events.append(Ended())
 
     def _check_all_stay(self) -> None:
-        """What a departed rank would have to join can never end."""
-        if self._parted and (self._is_busy or self._gather_s is not None):
-            names = tuple(peer_name(rank) for rank in sorted(self._parted))
+        """What a departed rank would have to join can never end.
+
+        A rank may leave while others still wait for third ones: what it owed them was
+        on its way before its goodbye.
+        """
+        awaited = {*self._awaited_in_rounds()}
+        if self._gather_s is not None:
+            awaited.update(self._gather.late_ranks)
+        gone = sorted(awaited & self._parted)
+        if gone:
+            names = tuple(peer_name(rank) for rank in gone)
             self.fail(PeerLostError(names, self._phase(), "left while others go on"))
 
     # -- control messages and time ----------------------------------------------------

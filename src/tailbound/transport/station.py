@@ -22,6 +22,7 @@ from tailbound.testing.impaired_path import Batch, ImpairedPath
 from tailbound.transport.batching import MAX_SEGMENTS
 from tailbound.transport.forks import close_in_forked_children
 from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
+from tailbound.transport.vector import DatagramVector, find_recvmmsg
 
 BUFFER_BYTES = 65536
 TCP_READ_BYTES = 1 << 18
@@ -214,6 +215,10 @@ class Station:
         self._numbers = 0
         joined = IMPAIRED_BYTES if self._rng is not None else JOINED_BYTES
         self._buffer = memoryview(bytearray(joined + BUFFER_BYTES))
+        recvmmsg = find_recvmmsg()
+        self._vector = (
+            None if recvmmsg is None else DatagramVector(self._buffer, recvmmsg)
+        )
         if listener is not None:
             close_in_forked_children(listener)
 
@@ -259,6 +264,9 @@ class Station:
         """Read the datagram queue, up to a turn's share, into endpoint or path."""
         conduit.is_drained = False
         expected = conduit.peer_address()
+        if self._vector is not None and expected and conduit.udp.takes_many:
+            self._drain_many(conduit, self._vector, expected, now)
+            return
         buffer, used, size, taken = self._buffer, 0, 0, 0
         while taken < TURN_BYTES:
             received = conduit.udp.receive_batch(buffer[used:] if used else buffer)
@@ -285,14 +293,56 @@ class Station:
         if used:
             self._take(conduit, used, size, now)
 
-    def _take(self, conduit: Conduit, num_bytes: int, size: int, now: float) -> None:
+    def _drain_many(
+        self,
+        conduit: Conduit,
+        vector: DatagramVector,
+        expected: tuple[Any, ...],
+        now: float,
+    ) -> None:
+        """The same where the kernel joins nothing: many datagrams in one call."""
+        taken = 0
+        while taken < TURN_BYTES:
+            filled = conduit.udp.receive_many(vector, expected)
+            if filled is None:
+                conduit.is_drained = True
+                return
+            size, num = vector.slot_bytes, filled.num
+            taken += num * size
+            if filled.is_even:
+                self._take(conduit, num * size, size, now)
+            else:
+                self.endpoint.count_foreign(conduit.number, filled.num_foreign)
+                lengths = filled.length_K.tolist()
+                start = 0
+                while start < num:
+                    # Full ones next to each other are one batch; others go alone.
+                    stop = start + 1
+                    while lengths[start] == size and lengths[stop : stop + 1] == [size]:
+                        stop += 1
+                    if lengths[start]:
+                        num_bytes = (stop - start - 1) * size + lengths[start]
+                        data = self._buffer[start * size :]
+                        self._take(conduit, num_bytes, lengths[start], now, data)
+                    start = stop
+            if num < vector.num_slots or not conduit.udp.takes_many:
+                conduit.is_drained = num < vector.num_slots
+                return
+
+    def _take(
+        self,
+        conduit: Conduit,
+        num_bytes: int,
+        size: int,
+        now: float,
+        data: memoryview | None = None,
+    ) -> None:
         """Give what stands in the buffer to the endpoint, or to the bad network."""
+        data = self._buffer if data is None else data
         if conduit.path is not None:
-            conduit.path.push_datagrams(Batch(self._buffer, num_bytes, size), now)
+            conduit.path.push_datagrams(Batch(data, num_bytes, size), now)
         else:
-            self.endpoint.receive_datagrams(
-                conduit.number, self._buffer, num_bytes, size, now
-            )
+            self.endpoint.receive_datagrams(conduit.number, data, num_bytes, size, now)
 
     def hand_on(self, now: float) -> None:
         """Give the endpoint what is due: datagrams, then control, then deadlines."""

@@ -36,15 +36,17 @@ from tailbound.transport.counters import (
     UdpStatistics,
 )
 from tailbound.transport.forks import close_in_forked_children
+from tailbound.transport.vector import SO_RXQ_OVFL, DatagramVector, Filled
 
 Buffer = bytes | bytearray | memoryview
-
-# Linux's numbers; the socket module of Python 3.11 has no name for it.
-_SO_RXQ_OVFL = 40
 
 # A plain int: with the enum, `flags & _CUT` would cost a microsecond a batch.
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _unpack_u32 = struct.Struct("=I").unpack
+SINGLES = 256
+"""Datagrams in a row that came alone: the kernel joins none on this path."""
+TRY_AGAIN = 1 << 14
+"""Datagrams after which the kernel is asked once more to join them."""
 # A flood of useless datagrams must not keep the caller from its timers.
 _DISCARDS_IN_A_ROW = 64
 
@@ -120,6 +122,8 @@ class UdpSocket:
     """Where the socket is bound, as the kernel says it."""
     max_batch_bytes: int
     """Largest batch of one call: what an IP packet carries."""
+    takes_many: bool
+    """The kernel joins nothing on this path: take many at once by ``receive_many``."""
     blocked_by_device: bool
     """The last short send met a full device (ENOBUFS), not a full queue. The
     selector then says writable at once, so wait a millisecond instead."""
@@ -141,11 +145,12 @@ class UdpSocket:
         )
         self.address = self._socket.getsockname()
         is_ipv6 = self._socket.family == socket.AF_INET6
-        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RXQ_OVFL, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_RXQ_OVFL, 1)
         # 65535 less the UDP header and, over IPv4, the IP header; extension headers
         # of IPv6 count too, so 20 bytes stay free there.
         self.max_batch_bytes = 65487 if is_ipv6 else 65507
-        self.blocked_by_device = False
+        self.blocked_by_device = self.takes_many = False
+        self._in_a_row = self._largest = 0
         self.requested_bytes = buffer_bytes
         self.granted_receive_bytes, self.granted_send_bytes = grant_buffers(
             self._socket, buffer_bytes, send_buffer_bytes
@@ -250,7 +255,7 @@ class UdpSocket:
             for level, kind, data in ancillary:
                 if level == SOL_UDP and kind == UDP_GRO:
                     segment_bytes = _unpack_u32(data)[0]
-                elif level == socket.SOL_SOCKET and kind == _SO_RXQ_OVFL:
+                elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
                     self._note_drops(_unpack_u32(data)[0])
             if flags & _CUT:
                 self._truncated += 1
@@ -261,8 +266,60 @@ class UdpSocket:
             self._batches_received += 1
             self._datagrams_received += -(-num_bytes // segment_bytes)
             self._bytes_received += num_bytes
+            if num_bytes > segment_bytes:
+                self._in_a_row = 0
+            else:
+                self._note_single(num_bytes)
             return _received((num_bytes, segment_bytes, address))
         return None
+
+    def receive_many(self, vector: DatagramVector, expected: Address) -> Filled | None:
+        """Take datagrams from the queue in one call, while ``takes_many``.
+
+        Args:
+            vector: where they go.
+            expected: the peer's address; datagrams from others are left out.
+
+        Returns:
+            What arrived, or None if the queue is empty.
+
+        Raises:
+            OSError: the socket is closed.
+        """
+        vector.aim(self._largest)
+        try:
+            filled = vector.receive(self.fileno(), expected)
+        except OSError as error:
+            if error.errno not in LOST:
+                raise
+            _count(self._receive_errors, error)
+            return None
+        if filled is None:
+            return None
+        self._batches_received += 1
+        self._datagrams_received += filled.num
+        self._bytes_received += int(filled.length_K.sum())
+        self._truncated += filled.num_cut
+        if filled.drops is not None:
+            self._note_drops(filled.drops)
+        self._in_a_row += filled.num
+        if filled.num_cut or self._in_a_row > TRY_AGAIN:
+            self._join(True)
+        return filled
+
+    def _note_single(self, num_bytes: int) -> None:
+        """A datagram came alone; after many of them ask for no joined ones."""
+        self._in_a_row += 1
+        self._largest = max(self._largest, num_bytes)
+        if self._in_a_row > SINGLES:
+            self._join(False)
+
+    def _join(self, joins: bool) -> None:
+        """Ask the kernel to join datagrams, or take them as they come."""
+        self._in_a_row = 0
+        self.takes_many = not joins
+        if self.gro:
+            self._socket.setsockopt(SOL_UDP, UDP_GRO, joins)
 
     def statistics(self) -> UdpStatistics:
         """The counters so far."""
