@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tailbound.transport.udp import Received, SegmentTooLargeError, UdpSocket
+from tailbound.transport.datagrams import Received, SegmentTooLargeError
+from tailbound.transport.udp import UdpSocket
 
 pytestmark = pytest.mark.sockets
 
@@ -281,7 +282,8 @@ def test_A13_a_datagram_above_the_mtu_is_refused_not_cut_up(
 ) -> None:
     program = f"""
 from tailbound.transport.addresses import route_mtu
-from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
+from tailbound.transport.datagrams import SegmentTooLargeError
+from tailbound.transport.udp import UdpSocket
 near, far = (UdpSocket({host!r}, buffer_bytes=212992) for _ in range(2))
 assert route_mtu({host!r}, {host!r}) == {mtu}
 size = {payload_bytes}

@@ -11,9 +11,10 @@ import pytest
 
 from tailbound.errors import ConfigError
 from tailbound.transport.addresses import listen
+from tailbound.transport.datagrams import SegmentTooLargeError
 from tailbound.transport.echo import HEADER, EchoServer
 from tailbound.transport.echo_client import EchoClient, EchoUnavailableError
-from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
+from tailbound.transport.udp import UdpSocket
 
 pytestmark = pytest.mark.sockets
 

@@ -36,14 +36,11 @@ from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.wire import ControlReader, encode_control, make_ping
 from tailbound.protocol.worker import WorkerEndpoint
 from tailbound.transport.addresses import listen
+from tailbound.transport.conduit import BATCHES_AT_ONCE, MAX_GROUPS_PER_TURN, Conduit
+from tailbound.transport.datagrams import SegmentTooLargeError
 from tailbound.transport.links import open_link
-from tailbound.transport.station import (
-    BATCHES_AT_ONCE,
-    MAX_GROUPS_PER_TURN,
-    Conduit,
-    Station,
-)
-from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
+from tailbound.transport.station import Station
+from tailbound.transport.udp import UdpSocket
 
 pytestmark = pytest.mark.sockets
 
@@ -201,7 +198,7 @@ def test_control_bytes_wait_until_the_datagrams_before_them_are_read() -> None:
 
         assert (first, has_failed_early) == (18, False)
         assert peer.conduit.is_drained
-        assert peer.worker.counters().stale == 20
+        assert peer.worker.counters().malformed == 20
         assert peer.worker.has_failed
 
 

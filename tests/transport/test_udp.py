@@ -14,7 +14,8 @@ import pytest
 
 from tailbound.errors import ConfigError
 from tailbound.transport.batching import SOL_UDP, UDP_GRO
-from tailbound.transport.udp import Received, SegmentTooLargeError, UdpSocket
+from tailbound.transport.datagrams import Received, SegmentTooLargeError
+from tailbound.transport.udp import UdpSocket
 
 pytestmark = pytest.mark.sockets
 

@@ -41,6 +41,7 @@ from tailbound.protocol.messages import (
     Mark,
     MarkSeen,
     Message,
+    Nudge,
     PingSeen,
     Probe,
     Stop,
@@ -97,7 +98,7 @@ class Endpoint(Arrivals):
                     return
                 if isinstance(message, Fail):
                     self._fail_remote(link, message)
-                else:
+                elif not isinstance(message, Nudge):
                     self._dispatch(link, message, now)
         except WireError as error:
             self.fail(PeerProtocolError(state.name, state.state.value, str(error)))

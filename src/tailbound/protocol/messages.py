@@ -207,6 +207,10 @@ class Bye(_Message, frozen=True):
     """Either way: the job is over for me, in good order."""
 
 
+class Nudge(_Message, frozen=True):
+    """Either way, at any time: TCP then notices that bytes before it are lost."""
+
+
 class MeshHello(_Message, frozen=True):
     """Either way, first on a link of a mesh: who I am and what I will send."""
 
@@ -291,6 +295,7 @@ Message = (
     | GatherPart
     | Fail
     | Bye
+    | Nudge
     | MeshHello
     | Ready
     | ShardBegin

@@ -17,8 +17,9 @@ from tailbound.errors import TailboundError
 from tailbound.protocol.accepting import AcceptingEndpoint
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Ended, Failed
+from tailbound.transport.conduit import Conduit
 from tailbound.transport.forks import close_in_forked_children
-from tailbound.transport.station import Conduit, Station
+from tailbound.transport.station import Station
 
 _log = logging.getLogger("tailbound")
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from tailbound.errors import ConfigError
 from tailbound.transport.addresses import host_of, listen
-from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
+from tailbound.transport.datagrams import SegmentTooLargeError
+from tailbound.transport.udp import UdpSocket
 
 HEADER = struct.Struct("!16sI")
 """Token and sequence number, in front of the padding."""

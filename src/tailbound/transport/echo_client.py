@@ -9,8 +9,9 @@ from types import TracebackType
 from tailbound.errors import TailboundError
 from tailbound.transport.addresses import Address, host_of
 from tailbound.transport.counters import UdpStatistics
+from tailbound.transport.datagrams import SegmentTooLargeError
 from tailbound.transport.echo import HEADER, LONGEST_LINE, QUEUE_BYTES
-from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
+from tailbound.transport.udp import UdpSocket
 
 # In flight at once: well below what every kernel queues.
 _WINDOW_BYTES = 32 * 1024

@@ -1,13 +1,11 @@
 """An endpoint with its sockets: what the driver turns.
 
-A conduit is one link's TCP connection and UDP socket. Datagrams of a conduit are
-handed on before control bytes that were read at the same time, and control bytes wait
-until the datagram queue was seen empty (DESIGN decision 8).
+Datagrams of a conduit are handed on before control bytes that were read at the same
+time (DESIGN decision 8).
 """
 
 import errno
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,177 +17,17 @@ from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Event
 from tailbound.protocol.link import Link
 from tailbound.testing.impaired_path import Batch, ImpairedPath
-from tailbound.transport.batching import MAX_SEGMENTS
+from tailbound.transport.conduit import BUFFER_BYTES, Conduit, make_quick
 from tailbound.transport.forks import close_in_forked_children
-from tailbound.transport.udp import SegmentTooLargeError, UdpSocket
+from tailbound.transport.udp import UdpSocket
 from tailbound.transport.vector import DatagramVector, find_recvmmsg
 
-BUFFER_BYTES = 65536
-TCP_READ_BYTES = 1 << 18
-BATCHES_AT_ONCE = 4
-"""Kernel batches packed in one go: half of a batch's cost is Python's, per call. More
-would not stay in the second-level cache until the kernel has copied it."""
-MAX_GROUPS_PER_TURN = 4
-"""Sent on one link before the others get their turn: 1 MiB."""
-KEEPALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
-)
-"""A machine that lost power says nothing: the kernel finds out within 45 s."""
 IMPAIRED_BYTES = 1 << 19
 """How much an impaired path takes at once."""
 JOINED_BYTES = 1 << 17
 """How much a plain path takes at once, for the same reasons as BATCHES_AT_ONCE."""
 TURN_BYTES = 1 << 20
 """Read for one link before the others get their turn."""
-DEVICE_PAUSE_S = 0.001
-"""A full device (ENOBUFS) has no event that says when it has room again."""
-
-
-class Conduit:
-    """One link's sockets and what waits to pass through them."""
-
-    def __init__(
-        self,
-        number: int,
-        tcp: socket.socket,
-        udp: UdpSocket,
-        link: Link,
-        path: ImpairedPath | None,
-    ) -> None:
-        self.number, self.tcp, self.udp, self.link, self.path = (
-            number,
-            tcp,
-            udp,
-            link,
-            path,
-        )
-        self.outgoing = bytearray()
-        """Control bytes that the kernel has not taken yet."""
-        self.incoming: list[bytes] = []
-        """Control bytes that were read and wait for the datagrams before them."""
-        self.is_drained = True
-        """The datagram queue was seen empty after ``incoming`` was read."""
-        self.lost: str | None = None
-        """Why the TCP connection ended, if it did."""
-        self.told_lost = False
-        self.retry_s: float | None = None
-        """When to try a full device again."""
-        self._peer_address: tuple[Any, ...] | None = None
-        self._batch = memoryview(bytearray(BATCHES_AT_ONCE * BUFFER_BYTES))
-        self._pending = self._batch[:0]
-        self._pending_segment_bytes = 1
-        close_in_forked_children(self)
-
-    def peer_address(self) -> tuple[Any, ...] | None:
-        """Where this link's datagrams go; None until the peer said it."""
-        port = self.link.peer_udp_port
-        if self._peer_address is None and port:
-            self._peer_address = (self.link.address, port, *self.link.scope)
-        return self._peer_address
-
-    def read_control(self) -> None:
-        """Take what the TCP stream has."""
-        while self.lost is None:
-            try:
-                data = self.tcp.recv(TCP_READ_BYTES)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self.lost = error.strerror or str(error)
-                return
-            if not data:
-                self.lost = "its connection closed"
-                return
-            self.incoming.append(data)
-            if len(data) < TCP_READ_BYTES:
-                return
-
-    def write_control(self) -> bool:
-        """Give the TCP stream what waits; False if it takes no more."""
-        while self.outgoing and self.lost is None:
-            try:
-                sent = self.tcp.send(self.outgoing)
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                # The peer's last words may lie in our queue: why it left.
-                self.read_control()
-                self.lost = self.lost or error.strerror or str(error)
-                return True
-            del self.outgoing[:sent]
-        return True
-
-    def send_datagrams(self, endpoint: Endpoint) -> bool:
-        """Send what the endpoint has for this link; False if the socket is full."""
-        number = self.number
-        self.retry_s = None
-        if endpoint.has_failed:
-            # The word about the failure must not wait behind a full device.
-            self._pending = self._batch[:0]
-        address = self.peer_address()
-        for turn in range(MAX_GROUPS_PER_TURN + 1):
-            now = time.monotonic()
-            if not self._send_pending(endpoint, address, now):
-                return False
-            # After the datagrams before it, or a probe would overtake them.
-            while (data := endpoint.next_control(number)) is not None:
-                self.outgoing += data
-            if address is None or turn == MAX_GROUPS_PER_TURN:
-                break
-            sent = endpoint.next_datagrams(
-                number,
-                self._batch,
-                now,
-                max_segments=MAX_SEGMENTS,
-                max_bytes=self.udp.max_batch_bytes,
-                max_batches=BATCHES_AT_ONCE,
-            )
-            if sent is None:
-                break
-            self._pending = self._batch[: sent[0]]
-            self._pending_segment_bytes = sent[1]
-        return True
-
-    def _send_pending(
-        self, endpoint: Endpoint, address: tuple[Any, ...] | None, now: float
-    ) -> bool:
-        while self._pending and address is not None:
-            try:
-                sent = self.udp.send_batch(
-                    self._pending, self._pending_segment_bytes, address
-                )
-            except SegmentTooLargeError as error:
-                if not endpoint.is_checking(self.number):
-                    endpoint.fail(error)
-                    return True
-                sent = len(self._pending)
-                if self.link.check is not None:
-                    self.link.check.exclude(error.segment_bytes)
-            self._pending = self._pending[sent:]
-            if self._pending:
-                if self.udp.blocked_by_device:
-                    self.retry_s = now + DEVICE_PAUSE_S
-                return False
-        return True
-
-    @property
-    def holds_control(self) -> bool:
-        """Control bytes were read that the endpoint does not have yet."""
-        delayed = self.path is not None and self.path.holds_control
-        return bool(self.incoming) or delayed
-
-    @property
-    def is_blocked(self) -> bool:
-        """A batch waits for room in the socket."""
-        return bool(self._pending)
-
-    def close(self) -> None:
-        """Close both sockets. Closing twice is fine."""
-        self.tcp.close()
-        self.udp.close()
 
 
 class Station:
@@ -224,10 +62,7 @@ class Station:
 
     def add(self, tcp: socket.socket, udp: UdpSocket, link: Link) -> Conduit:
         """Take over a connection and its UDP socket."""
-        tcp.setblocking(False)
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for level, option, value in KEEPALIVE:
-            tcp.setsockopt(level, option, value)
+        make_quick(tcp)
         path = None
         if self._rng is not None and self._impairments is not None:
             path = ImpairedPath(self._impairments, self._rng.spawn(1)[0])
@@ -370,6 +205,7 @@ class Station:
                 conduit.told_lost = True
                 if conduit.number in endpoint.links:
                     endpoint.lose_link(conduit.number, conduit.lost, now)
+            conduit.nudge(now)
         endpoint.settle(now)
         due_s = endpoint.timer()
         if due_s is not None and due_s <= now:
@@ -380,6 +216,7 @@ class Station:
         times = [self.endpoint.timer()]
         for conduit in self.conduits.values():
             times.append(conduit.retry_s)
+            times.append(conduit.nudge_s)
             if conduit.path is not None:
                 times.append(conduit.path.next_due_s())
         return min((time for time in times if time is not None), default=None)

@@ -9,15 +9,13 @@ Source: DESIGN.md, decision 1; spec N2; docs.kernel.org, udp(7) and socket(7).
 """
 
 import errno
-import functools
 import logging
 import socket
 import struct
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from tailbound.errors import TailboundError
 from tailbound.transport.addresses import Address, open_bound, port_choices
 from tailbound.transport.batching import (
     ANCILLARY_BYTES,
@@ -35,56 +33,19 @@ from tailbound.transport.counters import (
     NOT_BATCHED,
     UdpStatistics,
 )
+from tailbound.transport.datagrams import Received, SegmentTooLargeError, received
 from tailbound.transport.forks import close_in_forked_children
-from tailbound.transport.vector import SO_RXQ_OVFL, DatagramVector, Filled
+from tailbound.transport.vector import SO_RXQ_OVFL, DatagramVector, Filled, Joining
 
 Buffer = bytes | bytearray | memoryview
 
 # A plain int: with the enum, `flags & _CUT` would cost a microsecond a batch.
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _unpack_u32 = struct.Struct("=I").unpack
-SINGLES = 256
-"""Datagrams in a row that came alone: the kernel joins none on this path."""
-TRY_AGAIN = 1 << 14
-"""Datagrams after which the kernel is asked once more to join them."""
 # A flood of useless datagrams must not keep the caller from its timers.
 _DISCARDS_IN_A_ROW = 64
 
 _log = logging.getLogger("tailbound")
-
-
-class SegmentTooLargeError(TailboundError):
-    """One datagram alone is larger than the path takes. Send smaller chunks.
-
-    ``sent_bytes`` of the batch went out before that, 0 in nearly all cases.
-    """
-
-    def __init__(self, segment_bytes: int, address: Address, sent_bytes: int) -> None:
-        super().__init__(segment_bytes, address, sent_bytes)
-        self.segment_bytes, self.address = segment_bytes, address
-        self.sent_bytes = sent_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"a datagram of {self.segment_bytes} bytes is larger than the path to "
-            f"{self.address[0]} port {self.address[1]} takes; set a smaller "
-            "Transport(mtu=...), such as the path's own (ip route get)"
-        )
-
-
-class Received(NamedTuple):
-    """What one call took from the queue; it lies at the start of the buffer."""
-
-    num_bytes: int
-    """All datagrams together, >= 1."""
-    segment_bytes: int
-    """Each of them but the last, which may be shorter."""
-    address: Address
-    """Where they come from; all from the same source."""
-
-
-# The same object as Received(...) makes, at a third of the time.
-_received: Callable[..., Received] = functools.partial(tuple.__new__, Received)
 
 
 class UdpSocket:
@@ -122,8 +83,6 @@ class UdpSocket:
     """Where the socket is bound, as the kernel says it."""
     max_batch_bytes: int
     """Largest batch of one call: what an IP packet carries."""
-    takes_many: bool
-    """The kernel joins nothing on this path: take many at once by ``receive_many``."""
     blocked_by_device: bool
     """The last short send met a full device (ENOBUFS), not a full queue. The
     selector then says writable at once, so wait a millisecond instead."""
@@ -149,8 +108,8 @@ class UdpSocket:
         # 65535 less the UDP header and, over IPv4, the IP header; extension headers
         # of IPv6 count too, so 20 bytes stay free there.
         self.max_batch_bytes = 65487 if is_ipv6 else 65507
-        self.blocked_by_device = self.takes_many = False
-        self._in_a_row = self._largest = 0
+        self.blocked_by_device = False
+        self._joining = Joining()
         self.requested_bytes = buffer_bytes
         self.granted_receive_bytes, self.granted_send_bytes = grant_buffers(
             self._socket, buffer_bytes, send_buffer_bytes
@@ -266,11 +225,9 @@ class UdpSocket:
             self._batches_received += 1
             self._datagrams_received += -(-num_bytes // segment_bytes)
             self._bytes_received += num_bytes
-            if num_bytes > segment_bytes:
-                self._in_a_row = 0
-            else:
-                self._note_single(num_bytes)
-            return _received((num_bytes, segment_bytes, address))
+            if self._joining.note_batch(num_bytes, segment_bytes):
+                self._join(False)
+            return received((num_bytes, segment_bytes, address))
         return None
 
     def receive_many(self, vector: DatagramVector, expected: Address) -> Filled | None:
@@ -286,7 +243,7 @@ class UdpSocket:
         Raises:
             OSError: the socket is closed.
         """
-        vector.aim(self._largest)
+        vector.aim(self._joining.largest_bytes)
         try:
             filled = vector.receive(self.fileno(), expected)
         except OSError as error:
@@ -302,22 +259,12 @@ class UdpSocket:
         self._truncated += filled.num_cut
         if filled.drops is not None:
             self._note_drops(filled.drops)
-        self._in_a_row += filled.num
-        if filled.num_cut or self._in_a_row > TRY_AGAIN:
+        if self._joining.note_many(filled):
             self._join(True)
         return filled
 
-    def _note_single(self, num_bytes: int) -> None:
-        """A datagram came alone; after many of them ask for no joined ones."""
-        self._in_a_row += 1
-        self._largest = max(self._largest, num_bytes)
-        if self._in_a_row > SINGLES:
-            self._join(False)
-
     def _join(self, joins: bool) -> None:
         """Ask the kernel to join datagrams, or take them as they come."""
-        self._in_a_row = 0
-        self.takes_many = not joins
         if self.gro:
             self._socket.setsockopt(SOL_UDP, UDP_GRO, joins)
 
@@ -338,6 +285,11 @@ class UdpSocket:
             empty=self._empty,
             overflow=self._overflow,
         )
+
+    @property
+    def takes_many(self) -> bool:
+        """The kernel joins nothing on this path: use ``receive_many``."""
+        return self._joining.takes_many
 
     @property
     def port(self) -> int:

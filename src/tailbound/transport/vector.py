@@ -5,7 +5,7 @@ network) costs a call for each datagram otherwise, and a call from Python costs 
 than the kernel's work. The C library's own function fills slots of one buffer, each as
 long as a full datagram, so that full ones lie back to back as a joined batch does.
 
-Source: recvmmsg(2); DESIGN, lesson (e) of the first mesh; docs/design/0025.
+Source: recvmmsg(2); DESIGN, lesson (e) of the first mesh; docs/design/0028.
 """
 
 import ctypes
@@ -23,6 +23,10 @@ from tailbound.transport.addresses import Address
 
 MAX_DATAGRAMS = 128
 """Of one call: 184 KiB of Ethernet packets, which stay in the second-level cache."""
+SINGLES = 256
+"""Datagrams in a row that came alone: the kernel joins none on this path."""
+TRY_AGAIN = 1 << 14
+"""Datagrams after which the kernel is asked once more to join them."""
 NAME_BYTES = 28
 """A sockaddr_in6."""
 CONTROL_BYTES = 64
@@ -87,6 +91,36 @@ class Filled(NamedTuple):
     """Longer than a slot, so their ends are lost."""
     drops: int | None
     """The kernel's count of datagrams that its full queue lost, if it told."""
+
+
+class Joining:
+    """Finds out whether the kernel joins the datagrams of a path."""
+
+    def __init__(self) -> None:
+        self.takes_many = False
+        """It does not: many calls, or one for many, are needed."""
+        self.largest_bytes = 0
+        """Of a datagram that came alone."""
+        self._in_a_row = 0
+
+    def note_batch(self, num_bytes: int, segment_bytes: int) -> bool:
+        """A call brought a batch; True: from now on take many in one call."""
+        if num_bytes > segment_bytes:
+            self._in_a_row = 0
+            return False
+        self._in_a_row += 1
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
+        return self._turn(self._in_a_row > SINGLES, True)
+
+    def note_many(self, filled: Filled) -> bool:
+        """A call brought many; True: ask the kernel again to join them."""
+        self._in_a_row += filled.num
+        return self._turn(filled.num_cut > 0 or self._in_a_row > TRY_AGAIN, False)
+
+    def _turn(self, is_time: bool, takes_many: bool) -> bool:
+        if is_time:
+            self.takes_many, self._in_a_row = takes_many, 0
+        return is_time
 
 
 class DatagramVector:
