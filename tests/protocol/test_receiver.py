@@ -81,6 +81,7 @@ def test_the_transitions_are_these() -> None:
         (is_open, "chunks"): is_open,
         (is_open, "probe"): is_open,
         (is_open, "within the bound"): closed,
+        (is_open, "deadline"): closed,
         (closed, "chunks"): closed,
         (closed, "probe"): closed,
     }
