@@ -244,10 +244,14 @@ class MeshRound:
     def is_complete(self) -> bool:
         """This rank has the whole mean, and every peer what it needs of this rank."""
         total = self.total_weight
-        if total is None or any(
-            sender.state is not SenderState.STOPPED
-            for senders in (self.ways_in, self.ways_back)
-            for sender in senders.values()
+        if (
+            total is None
+            or self.p is None
+            or any(
+                sender.state is not SenderState.STOPPED
+                for senders in (self.ways_in, self.ways_back)
+                for sender in senders.values()
+            )
         ):
             return False
         if total == 0:
