@@ -39,6 +39,11 @@ def test_fixed_bound_is_the_same_in_both_regimes() -> None:
         {"test": "drop", "compare": "check"},
         {"holes": "received_mean", "order": "norm"},
         {"order": "fixed"},
+        {"deadline_s": 1e-9, "p_low": 0.0, "p_high": 0.0},
+        {"deadline_s": 2},
+        {"deadline_s": "auto", "p_low": 0.0, "p_high": 0.001},
+        {"deadline_s": None, "p_low": 0.0, "p_high": 0.0},
+        {"deadline_k": 1e-9, "deadline_cap_s": 1e-9},
     ],
 )
 def test_bound_just_inside_its_limits_is_taken(settings: dict[str, Any]) -> None:
@@ -64,6 +69,15 @@ def test_bound_just_inside_its_limits_is_taken(settings: dict[str, Any]) -> None
         ({"compare": "epoch"}, "compare is one of .* not 'epoch'"),
         ({"holes": "nan"}, "holes is one of .* not 'nan'"),
         ({"order": "random"}, "order is one of .* not 'random'"),
+        ({"deadline_s": 0.0}, r"deadline_s is None, 'auto' or .* seconds, not 0\.0"),
+        ({"deadline_s": INF}, "deadline_s is None, 'auto' or .* not inf"),
+        ({"deadline_s": "soon"}, "deadline_s is None, 'auto' or .* not 'soon'"),
+        ({"deadline_k": 0.0}, r"deadline_k is a positive number, not 0\.0"),
+        ({"deadline_cap_s": NAN}, "deadline_cap_s is a positive number, not nan"),
+        (
+            {"deadline_s": "auto", "p_low": 0.0, "p_high": 0.0},
+            "deadline_s='auto' cuts no exact bound, and p_high is 0: give seconds",
+        ),
     ],
 )
 def test_bound_just_outside_its_limits_is_refused_by_name(

@@ -66,6 +66,9 @@ class RoundReport(
     """Part of latency_s between a probe and its answer: the round trips."""
     early_stop: bool
     """The stop came while the sender still had chunks to send (spec N4)."""
+    given_up: int = 0
+    """Those of ``missing`` that the bound did not allow: the owner closed at its
+    deadline (``LossBound.deadline_s``)."""
 
 
 class StepReport(

@@ -9,6 +9,7 @@ from tailbound.errors import ShapeError
 from tailbound.protocol.chunks import (
     ChunkLayout,
     allowed_missing,
+    beyond_bound,
     is_run,
     send_order,
 )
@@ -49,6 +50,13 @@ def test_all_chunks_missing_is_never_within_the_bound(
     p: float, num_chunks: int
 ) -> None:
     assert 0 <= allowed_missing(p, num_chunks) < num_chunks
+
+
+@pytest.mark.parametrize(("missing", "expected"), [(0, 0), (40, 0), (41, 1), (99, 59)])
+def test_only_what_is_missing_above_the_bound_is_beyond_it(
+    missing: int, expected: int
+) -> None:
+    assert beyond_bound(missing, 0.408, 100) == expected
 
 
 # -- the cut -------------------------------------------------------------------

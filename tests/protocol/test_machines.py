@@ -1,5 +1,6 @@
 """Sender and receiver in any order of inputs, each against a model made of sets."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis.stateful import (
 
 from tailbound.errors import PeerProtocolError
 from tailbound.protocol.chunks import ChunkLayout
+from tailbound.protocol.deadline import FixedDeadline
 from tailbound.protocol.events import Direction, RoundKey
 from tailbound.protocol.messages import Bitmap, Mark, MarkSeen, Probe, Stop
 from tailbound.protocol.receiver import Receiver, ReceiverState
@@ -177,8 +179,11 @@ class ReceiverMachine(RuleBasedStateMachine):
         num_elements=st.integers(1, 40),
         per_chunk=st.integers(1, 4),
         loss_bound=st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.99]),
+        limit_s=st.sampled_from([math.inf, 0.0, 30.0, 100.0]),
     )
-    def open(self, num_elements: int, per_chunk: int, loss_bound: float) -> None:
+    def open(
+        self, num_elements: int, per_chunk: int, loss_bound: float, limit_s: float
+    ) -> None:
         layout = ChunkLayout(num_elements, 4, 4 * per_chunk)
         self.layout, self.num, self.per_chunk = layout, layout.num_chunks, per_chunk
         self.allowed = min(int(loss_bound * 1000) * self.num // 1000, self.num - 1)
@@ -191,7 +196,9 @@ class ReceiverMachine(RuleBasedStateMachine):
             peer="rank 1",
             now=0.0,
             timeout_s=1e9,
+            deadline=FixedDeadline(limit_s),
         )
+        self.now, self.limit_s, self.looked_s = 0, limit_s, math.inf
         self.first: dict[int, int] = {}
         self.given, self.received, self.duplicates, self.probes = 0, 0, 0, 0
         self.is_closed = False
@@ -253,10 +260,14 @@ class ReceiverMachine(RuleBasedStateMachine):
             assert isinstance(seen, MarkSeen)
             assert seen.sent_bytes >= sent_bytes
 
-    @rule(now=st.integers(0, 100))
-    def settle(self, now: int) -> None:
-        closes = not self.is_closed and self.num - len(self.first) <= self.allowed
-        assert self.receiver.settle(float(now)) is closes
+    @rule(later=st.integers(0, 40))
+    def settle(self, later: int) -> None:
+        self.now += later
+        self.looked_s = min(self.looked_s, self.now)
+        is_enough = self.num - len(self.first) <= self.allowed
+        is_time = self.now >= self.looked_s + self.limit_s and bool(self.first)
+        closes = not self.is_closed and (is_enough or is_time)
+        assert self.receiver.settle(float(self.now)) is closes
         if closes:
             self.is_closed = True
             bits = bits_of(set(self.first), self.num)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from tailbound.errors import RoundTimeoutError, WireError
 from tailbound.protocol.chunks import ChunkLayout
+from tailbound.protocol.deadline import Deadline, FixedDeadline, LearnedDeadline
 from tailbound.protocol.events import Direction, RoundKey
 from tailbound.protocol.messages import Bitmap, MarkSeen, Stop
 from tailbound.protocol.receiver import TRANSITIONS, Receiver, ReceiverState
@@ -31,6 +32,7 @@ def make_receiver(
     now: float = 0.0,
     timeout_s: float = 60.0,
     window_bytes: int = 1 << 22,
+    deadline: Deadline | None = None,
 ) -> Receiver:
     if sink is None:
         if values_N is None:
@@ -45,6 +47,7 @@ def make_receiver(
         now=now,
         timeout_s=timeout_s,
         window_bytes=window_bytes,
+        deadline=deadline,
     )
 
 
@@ -81,6 +84,7 @@ def test_the_transitions_are_these() -> None:
         (is_open, "chunks"): is_open,
         (is_open, "probe"): is_open,
         (is_open, "within the bound"): closed,
+        (is_open, "deadline"): closed,
         (closed, "chunks"): closed,
         (closed, "probe"): closed,
     }
@@ -89,7 +93,8 @@ def test_the_transitions_are_these() -> None:
 
 @pytest.mark.parametrize(("state", "event"), list(TRANSITIONS))
 def test_an_input_leads_where_the_table_says(state: ReceiverState, event: str) -> None:
-    receiver = make_receiver(loss_bound=0.75)
+    loss_bound = 0.0 if event == "deadline" else 0.75
+    receiver = make_receiver(loss_bound=loss_bound, deadline=FixedDeadline(1.0))
     if state is ReceiverState.CLOSED:
         receiver = closed_receiver()
     if event == "chunks":
@@ -98,6 +103,7 @@ def test_an_input_leads_where_the_table_says(state: ReceiverState, event: str) -
         receiver.receive_probe()
     else:
         give(receiver, 0)
+        receiver.settle(0.0)
         receiver.settle(1.0)
 
     assert receiver.state is TRANSITIONS[state, event]
@@ -359,10 +365,93 @@ def test_the_latency_is_from_opened_to_closed() -> None:
     assert receiver.statistics().latency_s == 1.5
 
 
-# -- the deadline ----------------------------------------------------------------
+# -- a deadline --------------------------------------------------------------------
 
 
-def test_the_deadline_is_just_reached_or_just_not() -> None:
+def test_at_its_deadline_a_round_takes_what_is_there() -> None:
+    values_N = np.zeros(7, np.float32)
+    receiver = make_receiver(values_N, now=2.0, deadline=FixedDeadline(0.5))
+    give(receiver, 1)
+    assert not receiver.settle(2.0)
+    assert receiver.timer() == 2.5
+    assert not receiver.settle(2.499)
+
+    assert receiver.settle(2.5)
+
+    assert receiver.next_control() == Stop(*NAMES, b"\x40")
+    assert receiver.statistics().missing == 3
+    assert receiver.timer() is None
+    assert values_N.tolist() == [0, 0, 11, 12, 0, 0, 0]
+
+
+def test_what_lies_in_the_queue_is_taken_at_the_deadline_too() -> None:
+    receiver = make_receiver(deadline=FixedDeadline(0.5))
+    give(receiver, 1)
+    receiver.settle(0.0)
+
+    give(receiver, 0, 2)
+    receiver.settle(0.5)
+
+    assert receiver.statistics().missing == 1
+
+
+def test_a_round_of_which_nothing_is_here_waits_for_its_first_chunk() -> None:
+    """And its timer does not name the deadline, where there is nothing to do."""
+    receiver = make_receiver(timeout_s=60.0, deadline=FixedDeadline(0.5))
+    receiver.receive_probe()
+    assert not receiver.settle(0.0)
+    assert not receiver.settle(7.0)
+    assert receiver.timer() == 60.0
+    assert receiver.handle_timer(59.0) is None
+
+    give(receiver, 2)
+
+    assert receiver.settle(8.0)
+    assert receiver.statistics().missing == 3
+
+
+def test_a_round_within_its_bound_does_not_wait_for_its_deadline() -> None:
+    receiver = make_receiver(loss_bound=0.5, deadline=FixedDeadline(0.5))
+    give(receiver, 0, 1)
+
+    assert receiver.settle(0.1)
+
+
+def test_a_bound_that_comes_late_brings_its_deadline_from_then_on() -> None:
+    receiver = make_receiver(now=0.0)
+    give(receiver, 0)
+    assert not receiver.settle(0.0)
+    assert receiver.timer() == 60.0
+
+    receiver.set_bound(0.25, FixedDeadline(0.5))
+    assert not receiver.settle(3.0)
+
+    assert receiver.timer() == 3.5
+    assert receiver.settle(3.5)
+
+
+def test_the_deadline_learns_how_long_a_round_took_and_which_was_cut() -> None:
+    """Sixteen rounds of 0.2 s; then one of 0.4 s is cut, and so are 15 more."""
+    deadline = LearnedDeadline(4.0, 5.0)
+    for number in range(32):
+        receiver = make_receiver(now=10.0 * number, deadline=deadline)
+        give(receiver, 0, 1, 2)
+        receiver.settle(10.0 * number)
+        if number < 16:
+            give_tail(receiver)
+            assert receiver.settle(10.0 * number + 0.2)
+        else:
+            assert deadline.limit_s == pytest.approx(0.4)
+            assert receiver.timer() == pytest.approx(10.0 * number + 0.4)
+            assert receiver.settle(10.0 * number + 0.41)
+
+    assert deadline.limit_s == 5.0
+
+
+# -- the timeout -----------------------------------------------------------------
+
+
+def test_the_timeout_is_just_reached_or_just_not() -> None:
     receiver = make_receiver(now=2.0, timeout_s=8.0)
     give(receiver, 1)
 
@@ -376,7 +465,7 @@ def test_the_deadline_is_just_reached_or_just_not() -> None:
     assert error.phase == "the gradient of round 7, bucket 2"
 
 
-def test_a_closed_receiver_has_no_deadline() -> None:
+def test_a_closed_receiver_has_no_timeout() -> None:
     receiver = closed_receiver()
 
     assert receiver.timer() is None

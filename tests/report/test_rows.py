@@ -35,6 +35,24 @@ def test_both_runs_stand_side_by_side_with_their_ratio() -> None:
     ]
 
 
+def test_chunks_beyond_the_bound_have_a_row_only_if_a_deadline_gave_any_up() -> None:
+    settings = make_settings(workers=1, burst_rounds=[])
+    records: list[Record] = [
+        one_round("fixed", 1, missing=3, given_up=2),
+        one_round("fixed", 2, missing=1),
+        one_round("adaptive", 1, missing=1),
+    ]
+
+    rows = make_rows(summarise(records, settings))
+
+    labels = [row.label for row in rows]
+    where = labels.index("chunks beyond the bound")
+    assert labels[where - 1] == "chunks given up"
+    assert rows[where] == Row("chunks beyond the bound", "10.0 %", "0.00 %", "", False)
+    quiet = make_rows(summarise(records[1:], settings))
+    assert "chunks beyond the bound" not in [row.label for row in quiet]
+
+
 def test_what_is_not_known_is_a_dash() -> None:
     settings = make_settings(burst_rounds=[4])
 

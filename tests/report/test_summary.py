@@ -57,6 +57,7 @@ def test_a_run_is_summed_up_over_its_way_in() -> None:
         metric_name="accuracy",
         retransmitted_share=0.384615,  # 25 of 65
         lost_share=0.025,  # 1 of 40
+        beyond_share=0.0,
         probes_per_round=7.0,  # 2 + 1 + 14 + 11 in 4 rounds
         critical_share=0.25,
         steps=25,
@@ -132,6 +133,7 @@ def test_a_run_cut_before_its_first_epoch_has_none_where_nothing_is_known() -> N
         metric_name=None,
         retransmitted_share=None,
         lost_share=0.0,
+        beyond_share=0.0,
         probes_per_round=1.0,
         critical_share=0.0,
         steps=1,

@@ -126,6 +126,27 @@ def test_training_that_took_longer_or_as_long_is_called_so() -> None:
     assert "10.1 s with the phase-aware one (about as long)." in trained(10.05)
 
 
+def test_what_a_deadline_gave_up_is_a_warning() -> None:
+    """Of 20 chunks of the fixed run 3 were given up; of 30 of the other's 1 and 2."""
+    summary = make_summary(
+        one_round("fixed", 1, missing=3, given_up=3),
+        one_round("fixed", 2),
+        one_round("adaptive", 1, missing=5, given_up=1),
+        one_round("adaptive", 2, missing=5, given_up=2),
+        one_round("adaptive", 3, missing=4),
+        one_epoch("fixed", 1),
+        one_epoch("adaptive", 1),
+        bursts=(),
+    )
+
+    assert warnings(summary) == [
+        "A deadline cut 1 gradient of the fixed run: 15.0 % of all chunks were given "
+        "up beyond the loss bound.",
+        "A deadline cut 2 gradients of the phase-aware run: 10.0 % of all chunks were "
+        "given up beyond the loss bound.",
+    ]
+
+
 def test_replicas_that_differ_are_a_warning() -> None:
     summary = make_summary(
         one_epoch("fixed", 1, 0, digest="x"),

@@ -87,6 +87,11 @@ def allowed_missing(p: float, num_chunks: int) -> int:
     return min(int(p * num_chunks + 1e-9), num_chunks - 1)
 
 
+def beyond_bound(missing: int, p: float, num_chunks: int) -> int:
+    """Chunks that are missing beyond what the bound allows: a deadline gave them up."""
+    return max(0, missing - allowed_missing(p, num_chunks))
+
+
 def send_order(
     order: Order,
     num_chunks: int,

@@ -197,6 +197,7 @@ class MeshEndpoint(MeshMember):
         self._take_means(now)
         for round_ in self._rounds.values():
             error = error or round_.handle_timer(now)
+            self._touch(round_)  # a gradient's deadline may have passed
         if error is not None:
             self.fail(error)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tailbound.protocol.chunks import ChunkLayout
+from tailbound.protocol.chunks import ChunkLayout, beyond_bound
 from tailbound.protocol.mesh_round import MeshRound
 from tailbound.records import RoundReport
 
@@ -17,11 +17,12 @@ def describe_round(round_: MeshRound) -> tuple[RoundReport, ...]:
     reports = []
     sent = [sender.statistics() for sender in round_.ways_in.values()]
     if sent:
+        p = round_.p or 0.0
         reports.append(
             RoundReport(
                 **_common(round_, [s.layout for s in round_.ways_in.values()]),
                 direction="in",
-                p=round_.p or 0.0,
+                p=p,
                 missing=sum(one.missing for one in sent),
                 sends=max(one.sends for one in sent),
                 probes=max(one.probes for one in sent),
@@ -30,6 +31,12 @@ def describe_round(round_: MeshRound) -> tuple[RoundReport, ...]:
                 latency_s=max(one.latency_s for one in sent),
                 waiting_s=max(one.waiting_s for one in sent),
                 early_stop=any(one.early_stop for one in sent),
+                given_up=sum(
+                    beyond_bound(
+                        sender.statistics().missing, p, sender.layout.num_chunks
+                    )
+                    for sender in round_.ways_in.values()
+                ),
             )
         )
     got = [back.statistics() for back in round_.backs.values()]

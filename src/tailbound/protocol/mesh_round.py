@@ -9,7 +9,7 @@ Source: DESIGN, 2 and 3; spec N4 to N7.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tailbound.config import LossBound
 from tailbound.errors import RoundTimeoutError, TailboundError
 from tailbound.protocol.chunks import ChunkLayout, send_order
+from tailbound.protocol.deadline import Deadlines
 from tailbound.protocol.events import Direction, RoundKey, peer_name
 from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.ledger import RoundSum, sum_round
@@ -42,6 +43,11 @@ class MeshPlan:
     bound: LossBound
     room_bytes: int
     limits: Limits
+    deadlines: Deadlines = field(init=False, compare=False)
+    """Of what the other ranks send to this one; learned while they do."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deadlines", Deadlines(self.bound))
 
 
 class MeshRound:
@@ -112,9 +118,8 @@ class MeshRound:
             assert self._sum is not None  # ``expects`` said so
             layout = self.layout(key, peer)
             arrival = self._make_receiver(key, layout, self._sum.sink, peer, now)
-            # Without a bound nothing may be missing, so it cannot close too early.
-            arrival.set_bound(self.p or 0.0)
             self.arrivals[peer] = arrival
+            self._bound_arrival(peer, arrival)
         return arrival
 
     def expects(self, direction: int, peer: int) -> bool:
@@ -127,8 +132,8 @@ class MeshRound:
     def set_bound(self, p: float, critical: bool) -> None:
         """The step's loss bound is decided."""
         self.p, self.critical = p, critical
-        for arrival in self.arrivals.values():
-            arrival.set_bound(p)
+        for peer, arrival in self.arrivals.items():
+            self._bound_arrival(peer, arrival)
 
     def start(
         self,
@@ -239,10 +244,14 @@ class MeshRound:
     def is_complete(self) -> bool:
         """This rank has the whole mean, and every peer what it needs of this rank."""
         total = self.total_weight
-        if total is None or any(
-            sender.state is not SenderState.STOPPED
-            for senders in (self.ways_in, self.ways_back)
-            for sender in senders.values()
+        if (
+            total is None
+            or self.p is None
+            or any(
+                sender.state is not SenderState.STOPPED
+                for senders in (self.ways_in, self.ways_back)
+                for sender in senders.values()
+            )
         ):
             return False
         if total == 0:
@@ -260,10 +269,11 @@ class MeshRound:
     # -- time and records ---------------------------------------------------------
 
     def timer(self) -> float:
-        """When ``handle_timer``, or a sender that pauses, has something to do."""
-        pauses = (sender.timer() for sender in self._senders())
-        deadline_s = self.started_s + self.plan.limits.timeout_s
-        return min([deadline_s, *(time for time in pauses if time is not None)])
+        """When ``handle_timer``, a sender or a gradient has something to do."""
+        machines: list[Sender | Receiver] = [*self._senders(), *self.arrivals.values()]
+        times = (machine.timer() for machine in machines)
+        timeout_s = self.started_s + self.plan.limits.timeout_s
+        return min([timeout_s, *(time for time in times if time is not None)])
 
     def handle_timer(self, now: float) -> TailboundError | None:
         """Returns the error that ends the job, if the deadline has passed."""
@@ -277,6 +287,13 @@ class MeshRound:
         return RoundTimeoutError(names, self.key.describe(), missing, num, waited_s)
 
     # -- inside -------------------------------------------------------------------
+
+    def _bound_arrival(self, peer: int, arrival: Receiver) -> None:
+        if self.p is not None:  # without a bound nothing may be missing
+            num_chunks = arrival.layout.num_chunks
+            deadlines = self.plan.deadlines
+            deadline = deadlines.of(self.key.bucket, peer, self.p, num_chunks)
+            arrival.set_bound(self.p, deadline)
 
     def _senders(self) -> Iterator[Sender]:
         yield from self.ways_in.values()

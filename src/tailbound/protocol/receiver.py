@@ -3,12 +3,14 @@
 ::
 
     OPEN --missing <= allowed, once the queue is drained--> CLOSED
+      +----deadline, if one is set and anything is here------^
 
 A probe in OPEN is answered with the bitmap; closing puts out the stop with the final
 bitmap. In CLOSED everything is ignored and counted.
 Source: DBLP, Algorithm 2.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from tailbound.errors import RoundTimeoutError, TailboundError, WireError
 from tailbound.protocol.chunks import ChunkLayout, allowed_missing
+from tailbound.protocol.deadline import Deadline
 from tailbound.protocol.events import RoundKey
 from tailbound.protocol.messages import Bitmap, MarkSeen, Stop
 from tailbound.protocol.pacing import TOLD_PER_WINDOW
@@ -37,6 +40,7 @@ TRANSITIONS: dict[tuple[ReceiverState, str], ReceiverState] = {
     (ReceiverState.OPEN, "chunks"): ReceiverState.OPEN,
     (ReceiverState.OPEN, "probe"): ReceiverState.OPEN,
     (ReceiverState.OPEN, "within the bound"): ReceiverState.CLOSED,
+    (ReceiverState.OPEN, "deadline"): ReceiverState.CLOSED,
     (ReceiverState.CLOSED, "chunks"): ReceiverState.CLOSED,
     (ReceiverState.CLOSED, "probe"): ReceiverState.CLOSED,
 }
@@ -74,6 +78,7 @@ class Receiver:
         now: float,
         timeout_s: float,
         window_bytes: int = 1 << 22,
+        deadline: Deadline | None = None,
     ) -> None:
         self.key, self.layout, self.peer = key, layout, peer
         self.state = ReceiverState.OPEN
@@ -85,7 +90,10 @@ class Receiver:
         self._allowed = allowed_missing(loss_bound, layout.num_chunks)
         self._sink = sink
         self._opened_s = now
-        self._deadline_s = now + timeout_s
+        self._timeout_s = now + timeout_s
+        self._deadline = deadline
+        self._deadline_s = math.inf
+        """When the round ends above its bound; set when it is first looked at."""
         self._closed_s = now
         self._received, self._duplicates, self._probes = 0, 0, 0
         self._tell_each_bytes = window_bytes // TOLD_PER_WINDOW
@@ -99,9 +107,10 @@ class Receiver:
         """Chunks not here yet."""
         return self._missing
 
-    def set_bound(self, loss_bound: float) -> None:
-        """Allow another share to be missing, if the round is open."""
+    def set_bound(self, loss_bound: float, deadline: Deadline | None = None) -> None:
+        """Allow another share to be missing, and end at this deadline, if open."""
         self._allowed = allowed_missing(loss_bound, self.layout.num_chunks)
+        self._deadline = deadline
 
     def redirect(self, sink: Sink) -> None:
         """Put what comes from now on elsewhere."""
@@ -193,18 +202,28 @@ class Receiver:
         )
 
     def settle(self, now: float) -> bool:
-        """Close if the missing share is within the bound; call when drained.
+        """Close if enough is here, or if it is time; call when drained.
 
         What already lies in the queue costs no time and is taken first, so a round
-        closes with as little missing as is free.
+        closes with as little missing as is free. A round's time is its deadline; it
+        waits for a first chunk even then (DESIGN decision 9).
 
         Returns:
             True if the round closed by this call.
         """
-        if self.state is ReceiverState.CLOSED or self._missing > self._allowed:
+        if self.state is ReceiverState.CLOSED:
+            return False
+        deadline = self._deadline
+        if deadline is not None and self._deadline_s == math.inf:
+            # Not when it opened: its bound may have come later.
+            self._deadline_s = now + deadline.limit_s
+        is_cut = self._missing > self._allowed
+        if is_cut and (now < self._deadline_s or not self._has_any):
             return False
         self.state = ReceiverState.CLOSED
         self._closed_s = now
+        if deadline is not None:
+            deadline.note(now - self._opened_s, is_cut=is_cut)
         key, bits = self.key, pack_bits(self.arrived_C)
         self._outbox.append(Stop(key.counter, key.bucket, key.direction, bits))
         return True
@@ -213,13 +232,19 @@ class Receiver:
         """The next control message, in order."""
         return self._outbox.pop(0) if self._outbox else None
 
+    @property
+    def _has_any(self) -> bool:
+        return self._missing < self.layout.num_chunks
+
     def timer(self) -> float | None:
-        """When the round's deadline passes."""
-        return self._deadline_s if self.state is ReceiverState.OPEN else None
+        """When ``settle`` or ``handle_timer`` has something to do."""
+        if self.state is ReceiverState.CLOSED:
+            return None
+        return min(self._timeout_s, self._deadline_s if self._has_any else math.inf)
 
     def handle_timer(self, now: float) -> TailboundError | None:
-        """Returns the error that ends the round if its deadline has passed."""
-        if self.state is ReceiverState.CLOSED or now < self._deadline_s:
+        """Returns the error that ends the job if nothing has ended the round."""
+        if self.state is ReceiverState.CLOSED or now < self._timeout_s:
             return None
         return RoundTimeoutError(
             self.peer,

@@ -125,6 +125,7 @@ class ServerEndpoint(AcceptingEndpoint):
             return
         self._queue_pings(now)
         if self._rounds is not None:
+            self._is_touched = True  # a gradient's deadline may have passed
             self._take_mean(self._rounds, now)
             error = self._rounds.handle_timer(now) or self._late_gather(now)
             if error is not None:

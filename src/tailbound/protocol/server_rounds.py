@@ -18,6 +18,7 @@ from tailbound.errors import (
     WireError,
 )
 from tailbound.protocol.chunks import ChunkLayout, send_order
+from tailbound.protocol.deadline import Deadlines
 from tailbound.protocol.events import Direction, RoundKey, peer_name
 from tailbound.protocol.headers import BucketBytes, MeanBytes
 from tailbound.protocol.messages import Begin, Mean
@@ -77,11 +78,13 @@ class ServerRounds:
     _opened_s: float | None = None
     _senders: dict[int, Sender] = field(default_factory=dict)
     _mean_bytes: BucketBytes | None = None
+    _deadlines: Deadlines = field(init=False)
     _key: RoundKey = field(init=False)
     _layout: ChunkLayout = field(init=False)
 
     def __post_init__(self) -> None:
         self._open()
+        self._deadlines = Deadlines(self.plan.bound)
         for spec in self.plan.buckets:
             sizes_L = [int(np.prod(shape, dtype=np.int64)) for shape in spec.shapes]
             wire_format = FORMATS[spec.dtype]
@@ -205,17 +208,18 @@ class ServerRounds:
         if arrival is None:
             key = self.key
             layout = self.layout
-            bucket = self._buckets[key.bucket]
+            p = self._buckets[key.bucket].detector.p
             arrival = self._arrivals[rank] = _Arrival(
                 Receiver(
                     key,
                     layout,
                     self._sink(key.bucket),
-                    loss_bound=bucket.detector.p,
+                    loss_bound=p,
                     peer=peer_name(rank),
                     now=now,
                     timeout_s=self.plan.limits.timeout_s,
                     window_bytes=self.plan.limits.window_bytes,
+                    deadline=self._deadlines.of(key.bucket, rank, p, layout.num_chunks),
                 )
             )
             if self._opened_s is None:

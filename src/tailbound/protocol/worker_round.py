@@ -5,7 +5,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from tailbound.errors import RoundTimeoutError, TailboundError
-from tailbound.protocol.chunks import send_order
+from tailbound.protocol.chunks import beyond_bound, send_order
 from tailbound.protocol.events import SERVER_RANK, Direction, peer_name
 from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.messages import Mean
@@ -152,6 +152,7 @@ class WorkerRound:
                     latency_s=sent.latency_s,
                     waiting_s=sent.waiting_s,
                     early_stop=sent.early_stop,
+                    given_up=beyond_bound(sent.missing, self._p, layout.num_chunks),
                 )
             )
         if self.mean is not None and self.mean.total_weight > 0:

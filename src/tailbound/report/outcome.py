@@ -79,6 +79,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Retransmitted datagrams over datagrams sent."""
     lost_share: float | None
     """Chunks missing when their round closed, over all chunks."""
+    beyond_share: float | None = None
+    """Those that the loss bound did not allow: a deadline gave them up."""
+    cut_rounds: int = 0
+    """Rounds that a deadline closed above their bound."""
     probes_per_round: float | None
     critical_share: float | None
     """Rounds under the critical bound, over all rounds."""

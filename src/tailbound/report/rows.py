@@ -61,6 +61,8 @@ def make_rows(summary: Summary) -> list[Row]:
     add("probes per round", "probes_per_round", number)
     add("datagrams retransmitted", "retransmitted_share", percent)
     add("chunks given up", "lost_share", percent)
+    if any(run and run.cut_rounds for run in (summary.fixed, summary.adaptive)):
+        add("chunks beyond the bound", "beyond_share", percent)
     add("rounds in the critical regime", "critical_share", percent)
     add("steps", "steps", whole)
     add("replicas bit-identical", "identical", yes_or_no)

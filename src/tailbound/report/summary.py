@@ -113,6 +113,11 @@ def summarise_run(
             sum(report.missing for report in way_in),
             sum(report.num_chunks for report in way_in),
         ),
+        beyond_share=share(
+            sum(report.given_up for report in way_in),
+            sum(report.num_chunks for report in way_in),
+        ),
+        cut_rounds=sum(report.given_up > 0 for report in way_in),
         probes_per_round=share(sum(report.probes for report in way_in), len(way_in)),
         critical_share=share(sum(report.critical for report in way_in), len(way_in)),
         steps=max((record.step for record in everything), default=0),

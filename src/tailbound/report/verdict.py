@@ -80,6 +80,12 @@ def warnings(summary: Summary) -> list[str]:
                 f"The {name} run ended early, at step {run.steps}, with {run.epochs} "
                 f"of {plural(summary.settings.epochs, 'epoch')} done."
             )
+        if run.cut_rounds:
+            lines.append(
+                f"A deadline cut {plural(run.cut_rounds, 'gradient')} of the {name} "
+                f"run: {percent(run.beyond_share)} of all chunks were given up beyond "
+                "the loss bound."
+            )
         if run.identical is False:
             lines.append(
                 f"The parameters of the {name} run differed between ranks: "

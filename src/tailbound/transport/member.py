@@ -1,5 +1,7 @@
 """What every blocking face of the transport shares: a station, a thread, an end."""
 
+import functools
+import logging
 import queue
 import time
 from collections.abc import Callable
@@ -27,11 +29,29 @@ from tailbound.transport.counters import UdpStatistics, add_statistics
 from tailbound.transport.driver import Driver
 from tailbound.transport.station import Station
 
+_log = logging.getLogger("tailbound")
+
 E = TypeVar("E", Started, Reduced, Gathered, Ended)
 
 STOP_TIMEOUT_S = 5.0
 CALL_POLL_S = 0.5
 """How often a call looks whether the driver still lives."""
+
+
+def warn_if_given_up(reduced: Reduced) -> None:
+    """Log it if a deadline gave up more of this rank's gradient than p."""
+    if any(report.given_up for report in reduced.reports):
+        warn_given_up()
+
+
+@functools.cache
+def warn_given_up() -> None:
+    """Log that more than the loss bound was given up; once per process."""
+    _log.warning(
+        "a gradient was closed at its deadline with more missing than the loss bound "
+        "allows; RoundReport.given_up counts the chunks, round by round. If it happens "
+        "often, raise LossBound's deadline_s, or deadline_cap_s with 'auto'. Said once"
+    )
 
 
 class Events:
@@ -43,6 +63,8 @@ class Events:
 
     def put(self, event: Event) -> None:
         """Take an event, in the driver's thread."""
+        if isinstance(event, Reduced):
+            warn_if_given_up(event)
         self._queue.put(event)
 
     def wait(self, kind: type[E], timeout_s: float, phase: str) -> E:

@@ -31,7 +31,7 @@ from tailbound.protocol.events import (
 from tailbound.protocol.mesh import MeshEndpoint
 from tailbound.transport.addresses import listen
 from tailbound.transport.links import join_peer, open_link
-from tailbound.transport.member import Member
+from tailbound.transport.member import Member, warn_if_given_up
 from tailbound.transport.station import Station
 
 OnDone = Callable[[Reduced | TailboundError], None]
@@ -271,6 +271,7 @@ class MeshGroup(Member):
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Reduced):
+            warn_if_given_up(event)
             ticket = self._tickets.pop(event.counter)
             self._answer(ticket, event)
             return
