@@ -44,6 +44,10 @@ from tailbound.protocol.wire import (
     datagram_bytes,
 )
 
+MAX_EARLY = 4096
+"""Messages, for each rank, that may wait for our start: a rank that has started
+announces a step's rounds at most, and a goodbye."""
+
 
 class MeshMember(AcceptingEndpoint):
     """A rank with a link to every other one, before, between and after the rounds."""
@@ -280,7 +284,9 @@ class MeshMember(AcceptingEndpoint):
                 state.control.append(Bye())
                 self._note_parted(state.peer_rank)
                 self._check_all_stay()
-            case _ if not self._has_started and len(self._early) < self._most_early:
+            case _ if not self._has_started:
+                if len(self._early) >= MAX_EARLY * self.world_size:
+                    raise PeerProtocolError(state.name, self._phase(), "a flood")
                 self._early.append((link, message))
             case MeshHello() | Ready():
                 raise PeerProtocolError(
@@ -288,11 +294,6 @@ class MeshMember(AcceptingEndpoint):
                 )
             case _:
                 self._handle_round(link, message, now)
-
-    @property
-    def _most_early(self) -> int:
-        """A rank that has started announces a step's rounds at most, and a goodbye."""
-        return 4096 * self.world_size
 
     def _meeting_timers(self) -> list[float]:
         times = self._ping_timers()
