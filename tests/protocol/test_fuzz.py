@@ -32,10 +32,15 @@ from tailbound.protocol.messages import (
     Mark,
     MarkSeen,
     Mean,
+    MeshHello,
     Message,
+    Nudge,
     PingSeen,
     Probe,
+    Ready,
     Refuse,
+    ShardBegin,
+    ShardMean,
     Start,
     Stop,
     Welcome,
@@ -51,7 +56,7 @@ from tailbound.protocol.wire import (
     unpack_bits_untrusted,
 )
 from tailbound.protocol.worker import LINK
-from tailbound.testing import FakeNet
+from tailbound.testing import FakeMesh, FakeNet
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +144,43 @@ messages: st.SearchStrategy[Message] = st.one_of(
         st.sampled_from([b"", b"x", b"xyz"]),
     ),
     st.builds(Fail, texts, st.lists(texts, max_size=2).map(tuple), texts, texts),
-    st.just(Bye()),
+    st.sampled_from([Bye(), Nudge()]),
+    st.builds(
+        MeshHello,
+        st.sampled_from([1, 1, 1, 0, -1]),
+        st.sampled_from([0, 1, 1, 2, -1, 2**63]),
+        st.sampled_from([2, 2, 1, -1, 2**63]),
+        st.sampled_from(["little", "big"]),
+        st.sampled_from([1, 1, 1, 0, -1, 2**64 - 1]),
+        st.one_of(st.just(BOUND), bounds),
+        whole_numbers,
+        whole_numbers,
+        whole_numbers,
+    ),
+    st.builds(Ready, whole_numbers, whole_numbers),
+    st.builds(
+        ShardBegin,
+        counters,
+        buckets,
+        st.sampled_from([0, 1, 2, -1, 2**63]),
+        st.booleans(),
+        st.sampled_from(["float32", "bfloat16", "int8", ""]),
+        st.sampled_from([3, 3, 0, -1, 1000, 2**40, 2**63]),
+        st.sampled_from([1, 1, 0, -1, 2, 2**63]),
+        numbers,
+        st.none() | numbers,
+        numbers,
+        numbers,
+        whole_numbers,
+    ),
+    st.builds(
+        ShardMean,
+        counters,
+        buckets,
+        st.lists(numbers, max_size=2).map(tuple),
+        whole_numbers,
+        whole_numbers,
+    ),
 )
 
 
@@ -593,6 +634,55 @@ def test_more_gradients_than_memory_end_the_job_with_a_message() -> None:
     server.settle(0.2)
 
     assert "no memory for a sum of all gradients" in str(server.error)
+
+
+# -- a mesh -------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(
+    turns=st.integers(0, 12),
+    is_open=st.booleans(),
+    data=st.lists(messages, min_size=1, max_size=4),
+)
+def test_any_messages_leave_a_mesh_in_good_order(
+    turns: int, is_open: bool, data: list[Message]
+) -> None:
+    """It reduces as if nothing had come, or all ranks end with one error."""
+    net = FakeMesh(2, BOUND, timeout_s=5.0, silence_s=2.0)
+    for _ in range(turns):
+        net.turn()
+    grads = [np.full(3, rank, np.float32) for rank in (1, 3)]
+    has_begun = is_open and all(rank.next_event() for rank in net.ranks)
+    if has_begun:
+        net.begin(grads, [1.0, 1.0])
+    for message in data:
+        net.ranks[0].receive_control(1, encode_control(message), net.now)
+
+    net.run_for(10.0)
+    if not has_begun and not any(rank.error for rank in net.ranks):
+        net.begin(grads, [1.0, 1.0])
+        net.run_for(10.0)
+
+    errors = [rank.error for rank in net.ranks]
+    assert all(errors) or not any(errors)
+    assert any(errors) or (grads[0] == grads[1]).all()
+
+
+@settings(max_examples=100)
+@given(data=mutated(st.binary(min_size=24, max_size=99)), segment=st.integers(1, 99))
+def test_any_datagrams_are_counted_by_a_mesh_and_the_round_goes_on(
+    data: bytes, segment: int
+) -> None:
+    net = FakeMesh(2, BOUND)
+    net.start()
+    grads = [np.full(1000, rank, np.float32) for rank in (1, 3)]
+    net.begin(grads, [1.0, 1.0])
+
+    net.ranks[0].receive_datagrams(1, memoryview(data), len(data), segment, net.now)
+
+    net.run_until(Reduced)
+    assert (grads[0] == 2.0).all()
 
 
 # -- what fuzzing found --------------------------------------------------------------

@@ -152,6 +152,16 @@ def test_the_largest_chunks_may_leave_first() -> None:
     assert out[19] == 1  # the second chunk of rank 1's shard holds larger numbers
 
 
+def test_a_batch_that_not_even_one_chunk_fits_is_none() -> None:
+    net = started(2)
+    net.begin([np.ones(1000, np.float32)] * 2, [1.0, 1.0])
+    out = memoryview(bytearray(65535))
+
+    sent = net.ranks[0].next_datagrams(1, out, net.now, max_segments=44, max_bytes=1471)
+
+    assert sent is None
+
+
 def test_the_counter_wraps() -> None:
     net = started(2, first_counter=2**32 - 1)
 

@@ -125,7 +125,6 @@ def test_udp_that_is_blocked_is_found_before_training() -> None:
 
 def test_what_comes_from_a_rank_that_has_started_waits_until_we_have() -> None:
     net = FakeMesh(2, EXACT)
-    net.run_until(Started, ranks=[0])
     early = ShardBegin(1, 0, 1, True, "float32", 4, 1, 1.0, None, 1.0, 1.0, 1)
     tell(net, 0, 1, early)
     assert net.ranks[1].error is None

@@ -96,14 +96,25 @@ class Endpoint(Arrivals):
             for message in state.reader.feed_untrusted(data):
                 if self.has_failed:
                     return
-                if isinstance(message, Fail):
-                    self._fail_remote(link, message)
-                elif not isinstance(message, Nudge):
-                    self._dispatch(link, message, now)
+                self._take_message(link, message, now)
         except WireError as error:
-            self.fail(PeerProtocolError(state.name, state.state.value, str(error)))
+            self._fail_wire(link, error)
+
+    def _take_message(self, link: int, message: Message, now: float) -> None:
+        """Act on one control message; what is wrong with it ends the job."""
+        try:
+            if isinstance(message, Fail):
+                self._fail_remote(link, message)
+            elif not isinstance(message, Nudge):
+                self._dispatch(link, message, now)
+        except WireError as error:
+            self._fail_wire(link, error)
         except TailboundError as error:
             self.fail(error)
+
+    def _fail_wire(self, link: int, error: WireError) -> None:
+        state = self.links[link]
+        self.fail(PeerProtocolError(state.name, state.state.value, str(error)))
 
     def lose_link(self, link: int, reason: str, now: float) -> None:
         """A link's TCP connection ended without a goodbye."""

@@ -186,9 +186,9 @@ class MeshMember(AcceptingEndpoint):
         limits = Limits(window, self._timeout_s, self._silence_s)
         self._begin_rounds(room_bytes, limits)
         self._events.append(Started(self.world_size, room_bytes))
-        for number, message in self._early:
-            self._handle(number, message, now)
-        self._early.clear()
+        early, self._early = self._early, []
+        for number, message in early:
+            self._take_message(number, message, now)
 
     # -- bytes, and goodbye ------------------------------------------------------
 
