@@ -20,7 +20,6 @@ from tailbound.errors import (
     TailboundError,
 )
 from tailbound.protocol.events import (
-    Ended,
     Event,
     Failed,
     Gathered,
@@ -34,7 +33,9 @@ from tailbound.transport.links import join_peer, open_link
 from tailbound.transport.member import Member, warn_if_given_up
 from tailbound.transport.station import Station
 
-OnDone = Callable[[Reduced | TailboundError], None]
+Answer = Reduced | TailboundError | ConfigError
+"""What becomes of an all-reduce: its result, or why there is none."""
+OnDone = Callable[[Answer], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +187,10 @@ class MeshGroup(Member):
                     computed=computed,
                     planned=planned,
                 )
+            except ConfigError as error:
+                self._answer(ticket, error)
             except TailboundError as error:
-                if not isinstance(error, ConfigError):
-                    self._endpoint.fail(error)
+                self._endpoint.fail(error)
                 self._answer(ticket, error)
             else:
                 self._tickets[counter] = ticket
@@ -228,7 +230,7 @@ class MeshGroup(Member):
         Raises:
             TailboundError: the round could not be completed; the group is closed.
         """
-        done: queue.SimpleQueue[Reduced | TailboundError] = queue.SimpleQueue()
+        done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.start(
             values_N,
             dtype=dtype,
@@ -249,7 +251,7 @@ class MeshGroup(Member):
         except queue.Empty:
             phase = "an all-reduce"
             raise RoundTimeoutError("the transport", phase, 0, 0, timeout_s) from None
-        if isinstance(result, TailboundError):
+        if isinstance(result, Exception):
             raise result
         return result
 
@@ -275,12 +277,13 @@ class MeshGroup(Member):
             ticket = self._tickets.pop(event.counter)
             self._answer(ticket, event)
             return
+        if isinstance(event, Failed):
+            # Told to whoever waits for a round: closing need not raise it once more.
+            self._events.error = event.error
+            self._answer_all(event.error)
         self._events.put(event)
-        if isinstance(event, Failed | Ended):
-            error: TailboundError = JobClosedError("the job is closed")
-            self._answer_all(event.error if isinstance(event, Failed) else error)
 
-    def _answer(self, ticket: int, result: Reduced | TailboundError) -> None:
+    def _answer(self, ticket: int, result: Answer) -> None:
         with self._lock:
             on_done = self._waiting.pop(ticket, None)
         if on_done is not None:
