@@ -15,6 +15,7 @@ PUBLIC = [
     "BurstLoss",
     "ComputeBound",
     "ConfigError",
+    "DdpState",
     "EpochReport",
     "GilbertElliottLoss",
     "HandshakeError",
@@ -40,6 +41,8 @@ PUBLIC = [
     "Transport",
     "UnreachableError",
     "attach",
+    "bounded_allreduce",
+    "ddp_state",
     "record_latencies",
 ]
 HEAVY = ("torch", "matplotlib", "numpy", "msgspec", "rich", "typer")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ThresholdReport,
     )
     from tailbound.training.attaching import attach
+    from tailbound.training.hook import DdpState, bounded_allreduce, ddp_state
     from tailbound.training.job import Job
     from tailbound.training.local_sgd import LocalSGD
     from tailbound.training.record import record_latencies
@@ -51,6 +52,10 @@ _HOME = {
     "LocalSGD": "training.local_sgd",
     "ResamplingSampler": "training.samplers",
     "record_latencies": "training.record",
+    # a communication hook for DistributedDataParallel
+    "DdpState": "training.hook",
+    "bounded_allreduce": "training.hook",
+    "ddp_state": "training.hook",
     # settings
     "ComputeBound": "config",
     "LossBound": "config",
@@ -86,6 +91,7 @@ __all__ = [
     "BurstLoss",
     "ComputeBound",
     "ConfigError",
+    "DdpState",
     "EpochReport",
     "GilbertElliottLoss",
     "HandshakeError",
@@ -111,6 +117,8 @@ __all__ = [
     "Transport",
     "UnreachableError",
     "attach",
+    "bounded_allreduce",
+    "ddp_state",
     "record_latencies",
 ]
 

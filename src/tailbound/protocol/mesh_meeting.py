@@ -26,8 +26,10 @@ from tailbound.protocol.mesh_checks import check_ready_untrusted, compare_hellos
 from tailbound.protocol.messages import (
     Bye,
     GatherPart,
+    Mark,
     MeshHello,
     Message,
+    Probe,
     Ready,
     Refuse,
 )
@@ -252,6 +254,18 @@ class MeshMember(AcceptingEndpoint):
 
     # -- control messages and time ----------------------------------------------------
 
+    def _dispatch(self, link: int, message: Message, now: float) -> None:
+        if isinstance(message, Probe | Mark) and not self._has_started:
+            # Who has started asks once and waits for the answer.
+            self._keep_early(link, message)
+        else:
+            super()._dispatch(link, message, now)
+
+    def _keep_early(self, link: int, message: Message) -> None:
+        if len(self._early) >= MAX_EARLY * self.world_size:
+            raise PeerProtocolError(self.links[link].name, self._phase(), "a flood")
+        self._early.append((link, message))
+
     def _handle(self, link: int, message: Message, now: float) -> None:
         state = self.links[link]
         match message:
@@ -285,9 +299,7 @@ class MeshMember(AcceptingEndpoint):
                 self._note_parted(state.peer_rank)
                 self._check_all_stay()
             case _ if not self._has_started:
-                if len(self._early) >= MAX_EARLY * self.world_size:
-                    raise PeerProtocolError(state.name, self._phase(), "a flood")
-                self._early.append((link, message))
+                self._keep_early(link, message)
             case MeshHello() | Ready():
                 raise PeerProtocolError(
                     state.name, self._phase(), type(message).__name__

@@ -8,22 +8,35 @@ import atexit
 import logging
 import os
 import sys
+from typing import Protocol
 
 from tailbound.errors import TailboundError
-from tailbound.training.exchange import Exchange
 
 _log = logging.getLogger("tailbound")
 
-_open: dict[Exchange, int] = {}
-"""Exchanges of jobs that are not closed, and the process that made each."""
+
+class Leaver(Protocol):
+    """What keeps this process in a job."""
+
+    def close(self) -> None:
+        """Say goodbye."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Leave because of an error and tell the others."""
+        ...
 
 
-def note_open(exchange: Exchange) -> None:
+_open: dict[Leaver, int] = {}
+"""Those of jobs that are not closed, and the process that made each."""
+
+
+def note_open(exchange: Leaver) -> None:
     """A job goes on through this exchange."""
     _open[exchange] = os.getpid()
 
 
-def note_closed(exchange: Exchange) -> None:
+def note_closed(exchange: Leaver) -> None:
     """A job was left, one way or the other."""
     _open.pop(exchange, None)
 
