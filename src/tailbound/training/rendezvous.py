@@ -81,6 +81,23 @@ def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]
     if transport.server is not None:
         return transport.server, None
     store = _job_store(place, transport)
+    return server_over(store, f"tailbound/{_attached}/server", place, transport)
+
+
+def server_over(
+    store: Store, key: str, place: Place, transport: Transport
+) -> tuple[str, Server | None]:
+    """Start the server on rank 0 and tell the others where, through any store.
+
+    Args:
+        store: the same on all ranks.
+        key: names this server in it.
+        place: this process.
+        transport: how bytes travel.
+
+    Raises:
+        PeerLostError: the store ended, or a rank did not come in time.
+    """
     server = None
     if place.rank == 0:
         host = _our_host(store, place, transport)
@@ -88,7 +105,7 @@ def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]
     try:
         met = meet_in(
             store,
-            f"tailbound/{_attached}/server",
+            key,
             place.rank,
             place.world_size,
             "" if server is None else server.address,
