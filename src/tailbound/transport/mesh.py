@@ -347,10 +347,10 @@ def _check_ports(port_range: tuple[int, int] | None, world_size: int) -> None:
     if port_range is None:
         return
     first, last = port_range
-    num, needed = last - first + 1, world_size - 1
-    if num < needed:
+    needed = world_size - 1
+    if last - first + 1 < needed:
         raise ConfigError(
-            f"port_range {first} to {last} has {num} ports, but in a mesh of "
-            f"{world_size} ranks each needs {needed} for UDP and one for TCP: give "
-            f"{needed} times the ranks on one host"
+            f"port_range {first} to {last} is too small: in a mesh of {world_size} "
+            f"ranks each needs {needed} UDP ports and a TCP port, so give {needed} for "
+            "each rank on a host"
         )
