@@ -5,8 +5,11 @@ import pytest
 
 from tailbound.config import LossBound
 from tailbound.errors import ConfigError
-from tailbound.protocol.events import Direction, Reduced, RoundKey
+from tailbound.impairments import Impairments
+from tailbound.protocol.events import Direction, Event, Reduced, RoundKey, Started
+from tailbound.protocol.mesh import MeshEndpoint
 from tailbound.protocol.wire import make_header
+from tailbound.testing import fake_mesh
 from tailbound.testing.fake_mesh import FakeMesh
 
 BOUND = LossBound(p_low=0.0, p_high=0.5, frequency=2)
@@ -72,3 +75,45 @@ def test_datagrams_of_the_attempt_before_are_counted_and_not_taken_in() -> None:
 
     assert grad_WN[0].tolist() == [1.5] * 2000
     assert mesh.ranks[0].counters().foreign == 1
+
+
+class Eager(MeshEndpoint):
+    """Begins its first round in the moment in which it has started."""
+
+    values_N = np.zeros(0, np.float32)
+
+    def next_event(self) -> Event | None:
+        """See Endpoint."""
+        event = super().next_event()
+        if isinstance(event, Started):
+            self.values_N = np.full(2000, 1.0 + self.rank, np.float32)
+            self.all_reduce(
+                self.values_N, 1.0, 0.0, dtype="float32", step=1, is_last=True
+            )
+        return event
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_a_question_that_comes_before_the_start_is_answered_after_it(
+    monkeypatch: pytest.MonkeyPatch, num: int
+) -> None:
+    """One read brings the word that starts a rank, an announcement and a probe.
+
+    Of the first seven seeds two or more make it so.
+    """
+    monkeypatch.setattr(fake_mesh, "MeshEndpoint", Eager)
+    for seed in range(7):
+        mesh = FakeMesh(
+            num,
+            LossBound.fixed(0.0),
+            seed=seed,
+            impairments=Impairments(jitter_s=0.01),
+            timeout_s=20.0,
+            silence_s=5.0,
+        )
+
+        mesh.run_until(Reduced)
+
+        for endpoint in mesh.ranks:
+            assert isinstance(endpoint, Eager)
+            assert endpoint.values_N.tolist() == [(num + 1) / 2] * 2000, seed

@@ -26,8 +26,10 @@ from tailbound.protocol.mesh_checks import check_ready_untrusted, compare_hellos
 from tailbound.protocol.messages import (
     Bye,
     GatherPart,
+    Mark,
     MeshHello,
     Message,
+    Probe,
     Ready,
     Refuse,
 )
@@ -251,6 +253,14 @@ class MeshMember(AcceptingEndpoint):
             self.fail(PeerLostError(names, self._phase(), "left while others go on"))
 
     # -- control messages and time ----------------------------------------------------
+
+    def _dispatch(self, link: int, message: Message, now: float) -> None:
+        # A question of a rank that has started waits behind its announcement.
+        is_early = not self._has_started and isinstance(message, Mark | Probe)
+        if is_early and len(self._early) < self._most_early:
+            self._early.append((link, message))
+        else:
+            super()._dispatch(link, message, now)
 
     def _handle(self, link: int, message: Message, now: float) -> None:
         state = self.links[link]
