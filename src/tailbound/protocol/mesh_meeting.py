@@ -255,10 +255,9 @@ class MeshMember(AcceptingEndpoint):
     # -- control messages and time ----------------------------------------------------
 
     def _dispatch(self, link: int, message: Message, now: float) -> None:
-        # A question of a rank that has started waits behind its announcement.
-        is_early = not self._has_started and isinstance(message, Mark | Probe)
-        if is_early and len(self._early) < self._most_early:
-            self._early.append((link, message))
+        if not self._has_started and isinstance(message, Mark | Probe):
+            # Of a rank that has started: it waits behind its announcement.
+            self._handle(link, message, now)
         else:
             super()._dispatch(link, message, now)
 
