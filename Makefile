@@ -57,6 +57,8 @@ examples: $(VENV)/.dev
 	rm -rf $(VENV)/traces
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/record_trace.py $(VENV)/traces
 	$(BIN)/tailbound plan $(VENV)/traces
+	rm -rf $(VENV)/elastic && mkdir $(VENV)/elastic
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 --max-restarts 1 examples/elastic.py $(VENV)/elastic --kill
 
 clean:
 	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -6,6 +6,7 @@ Ranks as processes, for tests that kill one, are in ``tests/rank_process.py``.
 import contextlib
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -154,3 +155,16 @@ def leaves_nothing() -> Iterator[None]:
     after = open_fds()
     extra = {fd: what for fd, what in after.items() if before.get(fd) != what}
     assert extra == {}
+
+
+def free_ports(num: int) -> tuple[int, int]:
+    """First and last of ports in a row that are free now, for TCP and UDP."""
+    start = 21_000 + os.getpid() * 40 % 8_000  # two runs at once seldom meet
+    for first in range(start, 30_000, num):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + num):
+                for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+                    opened = stack.enter_context(socket.socket(type=kind))
+                    opened.bind(("127.0.0.1", port))
+            return first, first + num - 1
+    raise AssertionError("no free ports")

@@ -387,6 +387,27 @@ def test_state_of_a_new_detector_can_be_loaded() -> None:
     assert detector.statistics() == RegimeStatistics(0, 0, 0)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
+def test_norms_of_other_tensors_are_forgotten_once_after_a_restart(
+    before: int, after: int
+) -> None:
+    bounds = [
+        LossBound(frequency=1, compare="check", per_layer=num > 1)
+        for num in (before, after)
+    ]
+    first, second = RegimeDetector(bounds[0]), RegimeDetector(bounds[1])
+    feed(first, [[1.0] * before, [1.1] * before])
+
+    second.load_state_dict(first.state_dict())
+    decisions = feed(second, [[9.0] * after, [9.0] * after])
+
+    assert decisions[0].verdict == "no check: first norm to compare with"
+    assert (decisions[1].ratio, decisions[1].critical) == (0.0, False)
+    if after > 1:
+        with pytest.raises(ShapeError, match=f"{after} tensors had a norm so far"):
+            second.update([1.0] * (after + 1), counter=3)
+
+
 def test_a_state_under_a_shorter_frequency_checks_no_later_than_that() -> None:
     detector = RegimeDetector(LossBound(frequency=2))
 

@@ -70,6 +70,8 @@ class RegimeDetector:
         self.at_check: F64 | None = None
         self.learning_rate: float | None = None
         self.checks = self.critical_checks = self.ignored = 0
+        self.is_resumed = False
+        """The history is a checkpoint's, maybe of other tensors or settings."""
 
     @property
     def p(self) -> float:
@@ -158,6 +160,8 @@ class RegimeDetector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint. The settings are not part of it and may differ.
 
+        Norms of as many tensors as there are now are compared with, others forgotten.
+
         Raises:
             ConfigError: the state is not one that state_dict() made; nothing changed.
         """
@@ -180,7 +184,7 @@ class RegimeDetector:
                 f"not the state of a regime detector: {error!r}"
             ) from error
         self.critical, self.at_check = critical, at_check
-        self.learning_rate = rate
+        self.learning_rate, self.is_resumed = rate, True
         self.history = deque(history, maxlen=2 * self.bound.window)
         self.due_in = min(counts["due_in"], self.bound.frequency)
         self.checks, self.ignored = counts["checks"], counts["ignored"]
@@ -209,9 +213,14 @@ class RegimeDetector:
         That window stands in for the check before the first.
         """
         if self.history and len(self.history[-1]) != len(norm_L):
-            raise ShapeError(
-                f"{len(self.history[-1])} tensors had a norm so far, now {len(norm_L)}"
-            )
+            if not self.is_resumed:
+                raise ShapeError(
+                    f"{len(self.history[-1])} tensors had a norm so far, now "
+                    f"{len(norm_L)}"
+                )
+            self.history.clear()
+            self.at_check = None
+        self.is_resumed = False
         self.history.append(norm_L)
         if self.bound.compare == "step" or self.at_check is not None:
             return False

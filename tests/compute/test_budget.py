@@ -1,13 +1,15 @@
 """The live bound: phases, decisions that are equal on all ranks, and looking again."""
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tailbound.compute.budget import Budget, Phase, StepSample
 from tailbound.config import ComputeBound
-from tailbound.errors import PeerProtocolError
+from tailbound.errors import ConfigError, PeerProtocolError
 from tailbound.records import ThresholdReport
 
 AUTO = ComputeBound(warmup_steps=2, calibration_steps=3, retune_every=4, max_drop=0.25)
@@ -223,3 +225,120 @@ def test_choosing_again_and_again_from_cut_steps_keeps_the_threshold() -> None:
     first = thresholds[0]
     assert first is not None
     assert all(t == pytest.approx(first, rel=0.06) for t in thresholds)
+
+
+def resumed(
+    budget: Budget, bound: ComputeBound = AUTO, *, is_own: bool = True, num: int = NUM
+) -> Budget:
+    """A new budget that goes on from this one's state, as a file would hold it."""
+    fresh = Budget(bound, num_micro_batches=num, rank=0, world_size=2)
+    fresh.load_state_dict(json.loads(json.dumps(budget.state_dict())), is_own=is_own)
+    return fresh
+
+
+def test_a_restart_in_the_calibration_changes_no_decision() -> None:
+    whole, parts = make(), make()
+    told = calibrate(whole)
+    for _ in range(2):
+        step(parts, EVEN, EVEN)
+    step(parts, SLOW, EVEN)
+
+    parts = [resumed(budget) for budget in parts]
+    step(parts, EVEN, SLOW)
+    again = step(parts, SLOW, EVEN)
+
+    assert again[0].threshold_s == told[0].threshold_s is not None
+    assert again[0].step == told[0].step == 5
+
+
+def test_a_restart_under_a_threshold_keeps_all_that_was_measured() -> None:
+    budgets = make()
+    calibrate(budgets)
+    step(budgets, CUT, EVEN)
+
+    fresh = resumed(budgets[0])
+
+    assert fresh.phase is Phase.BOUNDED
+    assert fresh.state_dict() == budgets[0].state_dict()
+    assert fresh.mean_dropped_share == budgets[0].mean_dropped_share == 0.25
+
+
+def test_with_other_ranks_the_threshold_stays_and_samples_go() -> None:
+    budgets = make()
+    calibrate(budgets)
+    step(budgets, CUT, EVEN)
+
+    fresh = resumed(budgets[0], is_own=False)
+
+    assert fresh.threshold_s == budgets[0].threshold_s
+    assert fresh.step == 6
+    assert fresh.mean_dropped_share == 0.25
+    assert not fresh.has_news
+
+
+def test_with_other_ranks_a_calibration_begins_again_without_a_warm_up() -> None:
+    budgets = make()
+    for latencies_s in ((EVEN, EVEN), (EVEN, EVEN), (SLOW, EVEN), (EVEN, SLOW)):
+        step(budgets, *latencies_s)
+
+    fresh = [resumed(budgets[0], is_own=False) for _ in range(2)]
+
+    assert fresh[0].phase is Phase.CALIBRATION
+    assert step(fresh, SLOW, EVEN) == []
+    assert step(fresh, EVEN, SLOW) == []
+    assert len(step(fresh, SLOW, EVEN)) == 2
+
+
+def test_what_is_left_of_a_warm_up_is_not_left_out() -> None:
+    budgets = make()
+    step(budgets, EVEN, EVEN)
+
+    assert resumed(budgets[0], is_own=False).phase is Phase.WARM_UP
+
+
+@pytest.mark.parametrize("change", ["micro-batches", "from fixed"])
+def test_a_threshold_for_other_steps_is_measured_anew(change: str) -> None:
+    if change == "micro-batches":
+        budgets = make()
+        calibrate(budgets)
+        fresh = resumed(budgets[0], num=2 * NUM)
+    else:
+        budgets = make(ComputeBound(threshold_s=2.5))
+        step(budgets, CUT, EVEN)
+        fresh = resumed(budgets[0])
+
+    assert fresh.threshold_s is None
+    assert fresh.phase is not Phase.BOUNDED
+    assert fresh.step == budgets[0].step
+
+
+def test_a_fixed_threshold_is_the_settings_and_not_the_states() -> None:
+    budgets = make()
+    calibrate(budgets)
+
+    fresh = resumed(budgets[0], ComputeBound(threshold_s=9.0, retune_every=4))
+
+    assert (fresh.threshold_s, fresh.phase) == (9.0, Phase.BOUNDED)
+    # The next report comes four steps from here.
+    due = [fresh.end_step(sample(EVEN)) for _ in range(4)]
+    assert due == [False, False, False, True]
+
+
+def test_a_grown_plan_comes_back_only_where_it_may_grow() -> None:
+    bound = replace(AUTO, compensate="batch")
+    budgets = make(bound)
+    calibrate(budgets)
+    assert budgets[0].num_micro_batches > NUM
+
+    kept, dropped = resumed(budgets[0], bound), resumed(budgets[0], AUTO)
+
+    assert kept.num_micro_batches == budgets[0].num_micro_batches
+    assert (dropped.num_micro_batches, dropped.threshold_s) == (NUM, None)
+
+
+@pytest.mark.parametrize("damage", [{"step": "five"}, {"window": [{}]}])
+def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
+    (budget, _) = make()
+
+    with pytest.raises(ConfigError, match="not the state of a compute bound: "):
+        budget.load_state_dict({**budget.state_dict(), **damage}, is_own=True)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs import QUICK, Job, driven, reduced, run_job, vector
+from jobs import QUICK, Job, driven, free_ports, reduced, run_job, vector
 from tailbound.config import LossBound, Transport
 from tailbound.errors import (
     PeerLostError,
@@ -310,24 +310,11 @@ def udp_ports() -> set[int]:
     }
 
 
-def free_range(num: int) -> tuple[int, int]:
-    """Ports in a row that are free now, for TCP and UDP."""
-    start = 21_000 + os.getpid() * 40 % 8_000  # two runs at once seldom meet
-    for first in range(start, 30_000, num):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + num):
-                for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
-                    opened = stack.enter_context(socket.socket(type=kind))
-                    opened.bind(("127.0.0.1", port))
-            return first, first + num - 1
-    raise AssertionError("no free ports")
-
-
 @sockets
 def test_S17_all_sockets_lie_inside_the_range_that_was_given() -> None:
     """One listener, two UDP sockets of the server and one of each worker."""
     before = udp_ports()
-    first, last = free_range(4)
+    first, last = free_ports(4)
     seen: set[int] = set()
 
     def work(group: Group) -> None:
@@ -345,7 +332,7 @@ def test_S17_all_sockets_lie_inside_the_range_that_was_given() -> None:
 
 @sockets
 def test_S17_a_range_that_is_too_small_is_a_clear_error() -> None:
-    first, last = free_range(3)
+    first, last = free_ports(3)
     ports = Transport(mtu=1500, timeout_s=3.0, port_range=(first, last))
 
     job = run_job([exact(5000)] * 2, buckets=vector(5000), transport=ports)
@@ -479,7 +466,7 @@ def test_A06_an_error_in_the_loop_of_one_rank_ends_all_and_hides_nothing(
     ranks: Callable[..., list[Rank]],
 ) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    port, _ = free_range(1)
+    port, _ = free_ports(1)
     host, other = ranks({"act": "raise", "port": port}, {})
 
     host_code, _ = host.end(35.0)
@@ -508,7 +495,7 @@ def reduce_for_ever(group: Group) -> None:
 @pytest.mark.slow
 def test_A08_a_forked_child_keeps_no_socket_of_ours() -> None:
     """The rank dies, its child lives on: the peer sees it, the port is free."""
-    port, _ = free_range(1)
+    port, _ = free_ports(1)
     host = Rank(rank=0, world_size=2, port=port, rounds=1_000_000, act="fork")
     child = 0
     try:

@@ -135,24 +135,6 @@ def test_what_comes_from_a_rank_that_has_started_waits_until_we_have() -> None:
     assert "ShardBegin twice" in str(error_of(net, 1))
 
 
-def test_a_question_that_comes_with_the_last_word_of_the_meeting_is_answered() -> None:
-    """Rank 0 has started, begun and asked before rank 1 has looked at its Ready."""
-    net = FakeMesh(2, EXACT)
-    while not any(isinstance(m, Ready) for m in net.ranks[0].links[1].control):
-        net.turn()
-        net.ranks[0].settle(net.now)
-    begin = ShardBegin(1, 0, 1, True, "float32", 4, 1, 1.0, None, 1.0, 1.0, 1)
-    for message in (begin, Probe(1, 0, Direction.IN)):
-        tell(net, 0, 1, message)
-    net.ranks[1].receive_control(0, b"", net.now)
-
-    net.run_until(Started)
-
-    words = [type(m).__name__ for m in net.ranks[1].links[0].control]
-    assert net.ranks[1].error is None
-    assert "Bitmap" in words or net.ranks[0].error is not None
-
-
 # -- strangers ---------------------------------------------------------------------
 
 

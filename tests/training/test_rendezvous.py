@@ -1,16 +1,25 @@
 """Where the ranks meet, from the environment and the job's store."""
 
+import logging
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from tailbound.config import Transport
+from tailbound.config import LossBound, Transport
 from tailbound.errors import ConfigError, PeerLostError, UnreachableError
-from tailbound.training.rendezvous import Place, find_place, find_server
+from tailbound.training.rendezvous import (
+    Place,
+    find_place,
+    find_server,
+    mesh_over,
+    server_over,
+)
+from training.ranks import open_sockets
 
 TORCHRUN = (
     "RANK",
@@ -18,7 +27,6 @@ TORCHRUN = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_USE_AGENT_STORE",
 )
 QUICK = Transport(timeout_s=0.5)
@@ -128,40 +136,38 @@ def test_an_impossible_master_port_is_refused(
         find_server(Place(1, 2), QUICK)
 
 
-@pytest.mark.sockets
-def test_rank_0_serves_and_publishes_its_address(
-    clean_environment: pytest.MonkeyPatch,
-) -> None:
-    agent = host_store(clean_environment)
-
-    address, server = find_server(Place(0, 2), QUICK)
-
-    assert server is not None
-    assert address == server.address
-    assert address.startswith("127.0.0.1:")
-    published = [agent.get(f"tailbound/0/{n}/server") for n in attached(agent)]
-    server.close()
-    assert published[-1].decode() == address
-
-
-def attached(store: Store, attempt: int = 0) -> list[int]:
-    """Which jobs of this process have an address in the store."""
-    return [
-        n for n in range(1, 200) if store.check([f"tailbound/{attempt}/{n}/server"])
-    ]
+def attached(store: Store) -> list[int]:
+    """Which jobs of this process have met in the store."""
+    return [n for n in range(1, 200) if store.check([f"tailbound/{n}/server"])]
 
 
 @pytest.mark.sockets
-def test_another_rank_reads_the_address_of_its_own_attempt(
-    clean_environment: pytest.MonkeyPatch,
-) -> None:
-    agent = host_store(clean_environment)
-    clean_environment.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for n in range(1, 200):
-        agent.set(f"tailbound/0/{n}/server", "127.0.0.1:1")
-        agent.set(f"tailbound/1/{n}/server", "127.0.0.1:2")
+def test_the_first_rank_serves_and_the_second_learns_where() -> None:
+    """Three times in one store, which keeps what it was told: as torchrun's does."""
+    store = HashStore()
+    found = []
+    for _ in range(3):
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(server_over, store, "key", Place(1, 2), QUICK)
+            address, server = server_over(store, "key", Place(0, 2), QUICK)
+            assert server is not None
+            assert other.result(10.0) == (address, None)
+            assert server.address == address
+        server.close()
+        found.append(address)
 
-    assert find_server(Place(1, 2), QUICK) == ("127.0.0.1:2", None)
+    assert len(set(found)) == 3
+    assert all(address.startswith("127.0.0.1:") for address in found)
+
+
+@pytest.mark.sockets
+def test_a_server_that_nobody_came_to_is_closed() -> None:
+    before = open_sockets()
+
+    with pytest.raises(PeerLostError, match="lost rank 1 during start-up"):
+        server_over(HashStore(), "key", Place(0, 2), Transport(timeout_s=0.05))
+
+    assert open_sockets() == before
 
 
 @pytest.mark.slow
@@ -171,7 +177,7 @@ def test_an_address_that_never_comes_names_rank_0(
 ) -> None:
     agent = host_store(clean_environment)
 
-    with pytest.raises(PeerLostError, match=r"lost rank 0 .* did it reach"):
+    with pytest.raises(PeerLostError, match=r"lost rank 0 .* did it get"):
         find_server(Place(1, 2), QUICK)
 
     assert attached(agent) == []
@@ -182,12 +188,12 @@ def test_a_store_that_ended_is_named(
     clean_environment: pytest.MonkeyPatch,
 ) -> None:
     agent = host_store(clean_environment)
-    _, server = find_server(Place(0, 2), QUICK)
+    _, server = find_server(Place(0, 1), QUICK)
     assert server is not None
     server.close()
     del agent
 
-    for rank in (1, 0):  # who waits notices first, who sends only afterwards
+    for rank in (1, 0):
         with pytest.raises(PeerLostError, match="lost the job's store"):
             find_server(Place(rank, 2), QUICK)
 
@@ -218,7 +224,7 @@ def test_a_store_that_rank_0_hosts_stays_for_the_others(
     clean_environment.setenv("MASTER_ADDR", "127.0.0.1")
     clean_environment.setenv("MASTER_PORT", str(port))
 
-    address, server = find_server(Place(0, 2), Transport(timeout_s=5.0))
+    address, server = find_server(Place(0, 1), Transport(timeout_s=5.0))
 
     assert server is not None
     server.close()
@@ -230,22 +236,19 @@ def test_a_store_that_rank_0_hosts_stays_for_the_others(
         wait_for_workers=False,
     )
     (n,) = attached(late)
-    assert late.get(f"tailbound/0/{n}/server").decode() == address
+    session = late.get(f"tailbound/{n}/server").decode()
+    assert address in late.get(f"tailbound/{n}/server/{session}/all").decode()
 
 
 @pytest.mark.sockets
 def test_an_initialised_process_groups_own_store_is_used(
     process_group: HashStore,
 ) -> None:
-    address, server = find_server(Place(0, 2), QUICK)
+    _, server = find_server(Place(0, 1), QUICK)
 
     assert server is not None
     server.close()
-    group_store = dist.distributed_c10d._get_default_store()
-    published = [
-        group_store.get(f"tailbound/0/{n}/server") for n in attached(group_store)
-    ]
-    assert published == [address.encode()]
+    assert len(attached(dist.distributed_c10d._get_default_store())) == 1
 
 
 @pytest.mark.sockets
@@ -259,9 +262,60 @@ def test_a_server_on_loopback_is_for_ranks_on_one_host(
     clean_environment.setenv("LOCAL_WORLD_SIZE", local)
 
     if works:
-        server = find_server(Place(0, 2), QUICK)[1]
-        assert server is not None
-        server.close()
+        with pytest.raises(PeerLostError, match="lost rank 1"):
+            find_server(Place(0, 2), Transport(timeout_s=0.05))
     else:
         with pytest.raises(ConfigError, match="is loopback, which peers on other"):
             find_server(Place(0, 2), QUICK)
+
+
+# -- addresses -----------------------------------------------------------------------
+
+
+def test_s19_a_master_on_loopback_is_refused_where_ranks_are_on_several_hosts(
+    clean_environment: pytest.MonkeyPatch,
+) -> None:
+    """What torchrun says where a host's own name leads to 127.0.1.1."""
+    clean_environment.setenv("MASTER_ADDR", "localhost")
+    clean_environment.setenv("MASTER_PORT", "29500")
+    clean_environment.setenv("LOCAL_WORLD_SIZE", "1")
+
+    with pytest.raises(ConfigError) as caught:
+        find_server(Place(1, 2), QUICK)
+
+    assert str(caught.value) == (
+        "MASTER_ADDR=localhost is loopback, but the ranks run on several hosts: start "
+        "torchrun on each host with --local-addr and an address of that host, since "
+        "its name leads nowhere"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.sockets
+def test_with_an_address_to_bind_the_store_may_be_behind_a_tunnel(
+    clean_environment: pytest.MonkeyPatch,
+) -> None:
+    clean_environment.setenv("RANK", "1")
+    clean_environment.setenv("WORLD_SIZE", "2")
+    clean_environment.setenv("MASTER_ADDR", "127.0.0.1")
+    clean_environment.setenv("MASTER_PORT", str(free_port()))
+    clean_environment.setenv("LOCAL_WORLD_SIZE", "1")
+
+    with pytest.raises(UnreachableError, match=r"job's store at 127\.0"):
+        find_server(Place(1, 2), Transport(timeout_s=0.5, bind="127.0.0.1"))
+
+
+def test_s19_each_rank_says_which_address_it_uses(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "tailbound"),
+        pytest.raises(PeerLostError, match="lost rank 1"),
+    ):
+        mesh_over(
+            HashStore(), "key", 0, 2, LossBound(), Transport(timeout_s=0.05)
+        ).close()
+
+    assert [record.message for record in caplog.records] == [
+        "rank 0 uses address 127.0.0.1"
+    ]

@@ -139,7 +139,7 @@ def test_a_server_that_hangs_up_while_we_join_leaves_nothing_open(
 ) -> None:
     """A reset between connecting and asking for the peer's address."""
 
-    def gone(tcp: socket.socket, transport: Transport) -> Any:
+    def gone(tcp: socket.socket, transport: Transport, num: int) -> Any:
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
     monkeypatch.setattr(links, "open_link", gone)
@@ -165,8 +165,12 @@ def test_without_a_free_port_nothing_stays_open(listener: socket.socket) -> None
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
 
-        with pytest.raises(ConfigError, match=f"UDP port {port} is in use"):
-            join_peer(address_of(listener), Transport(port_range=(port, port)))
+        with pytest.raises(ConfigError, match=f"UDP port {port} is in use") as caught:
+            join_peer(
+                address_of(listener), Transport(port_range=(port, port)), num_links=3
+            )
+
+    assert str(caught.value).endswith("; this process needs 3 in all")
 
 
 def test_a_connection_that_is_reset_at_once_is_no_server(

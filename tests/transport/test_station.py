@@ -508,7 +508,8 @@ def test_without_a_port_for_a_worker_the_job_ends_with_a_clear_word() -> None:
 
         assert isinstance(station.endpoint.error, TailboundError)
         assert str(station.endpoint.error) == (
-            "no room for a worker: UDP ports 5000 to 5003 are all in use on 127.0.0.1"
+            "no room for another rank: UDP ports 5000 to 5003 are all in use on "
+            "127.0.0.1"
         )
 
 

@@ -13,10 +13,12 @@ Source: DropCompute, Algorithms 1 and 2 (decentralised); spec C1 to C3.
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +26,7 @@ from tailbound.compute.compensation import grown_micro_batches
 from tailbound.compute.stragglers import individual_scores, relative_scores
 from tailbound.compute.threshold import Choice, choose, evaluate
 from tailbound.config import ComputeBound
-from tailbound.errors import PeerProtocolError
+from tailbound.errors import ConfigError, PeerProtocolError
 from tailbound.records import ThresholdReport
 
 F64 = NDArray[np.float64]
@@ -70,6 +72,24 @@ class StepSample:
     """``computed`` of all ranks."""
 
 
+class _Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``Budget.state_dict`` holds."""
+
+    is_auto: bool
+    base_micro_batches: int
+    num_micro_batches: int
+    step: int
+    threshold_s: float | None
+    decided_at: int | None
+    calibrated_from: int
+    calibration_step_s: float | None
+    dropped: float
+    bounded_planned: int
+    best_mean_s_W: tuple[float, ...] | None
+    recent: tuple[tuple[float, int], ...]
+    window: tuple[StepSample, ...]
+
+
 class Budget:
     """One rank's compute bound over the steps of a job.
 
@@ -101,6 +121,7 @@ class Budget:
             math.inf if bound.threshold_s == "auto" else float(bound.threshold_s)
         )
         self._decided_at: int | None = None if self._is_auto else 0
+        self._calibrated_from = bound.warmup_steps
         self._window: deque[StepSample] = deque(maxlen=MAX_WINDOW)
         self._recent: deque[tuple[float, int]] = deque(maxlen=bound.calibration_steps)
         self._calibration_step_s: float | None = None
@@ -113,7 +134,7 @@ class Budget:
         """Of the step to come."""
         if self._decided_at is not None:
             return Phase.BOUNDED
-        is_warm = self.step >= self.bound.warmup_steps
+        is_warm = self.step >= self._calibrated_from
         return Phase.CALIBRATION if is_warm else Phase.WARM_UP
 
     @property
@@ -146,7 +167,7 @@ class Budget:
         if sample.total_planned == whole:
             self._window.append(sample)
         if phase is Phase.CALIBRATION:
-            steps = self.bound.warmup_steps + self.bound.calibration_steps
+            steps = self._calibrated_from + self.bound.calibration_steps
             # An epoch's short last steps do not count; one whole step is needed.
             return self.step >= steps and self.has_news
         self._dropped += sample.total_planned - sample.total_computed
@@ -217,6 +238,70 @@ class Budget:
         self._window.clear()
         self._recent.clear()
         return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's memory as plain data, for a checkpoint."""
+        best_W = self._best_mean_s_W
+        return {
+            "is_auto": self._is_auto,
+            "base_micro_batches": self._base_micro_batches,
+            "num_micro_batches": self.num_micro_batches,
+            "step": self.step,
+            "threshold_s": self.threshold_s,
+            "decided_at": self._decided_at,
+            "calibrated_from": self._calibrated_from,
+            "calibration_step_s": self._calibration_step_s,
+            "dropped": self._dropped,
+            "bounded_planned": self._bounded_planned,
+            "best_mean_s_W": None if best_W is None else best_W.tolist(),
+            "recent": [list(pair) for pair in self._recent],
+            "window": [asdict(sample) for sample in self._window],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
+        """Go on from a checkpoint, without a warm-up.
+
+        Of another rank's state, such as with another number of ranks, the threshold
+        and the counts are taken, and what was measured is left out. A threshold for
+        other micro-batches in a step is left out too; ``auto`` then measures anew.
+
+        Args:
+            state: what ``state_dict`` gave.
+            is_own: it is this rank's, of a job with as many ranks.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+        try:
+            told = msgspec.convert(state, _Memory)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"not the state of a compute bound: {error}") from error
+        self.step = told.step
+        self._dropped, self._bounded_planned = told.dropped, told.bounded_planned
+        grows = self.bound.compensate == "batch"
+        is_same = (
+            told.is_auto == self._is_auto
+            and told.base_micro_batches == self._base_micro_batches
+            and (grows or told.num_micro_batches == told.base_micro_batches)
+        )
+        self._window.clear()
+        self._recent.clear()
+        self._calibrated_from = max(told.step, told.calibrated_from)
+        if not is_same:
+            self._decided_at = None if self._is_auto else told.step
+            return
+        self._decided_at = told.decided_at
+        self.num_micro_batches = told.num_micro_batches
+        self._calibration_step_s = told.calibration_step_s
+        if self._is_auto:
+            threshold_s = told.threshold_s
+            self._threshold_s = math.inf if threshold_s is None else threshold_s
+        if is_own:
+            self._calibrated_from = told.calibrated_from
+            best_W = told.best_mean_s_W
+            self._best_mean_s_W = None if best_W is None else np.array(best_W)
+            self._recent.extend(told.recent)
+            self._window.extend(told.window)
 
     def _choose(self, latency_s_SWM: F64, comm_s_S: F64) -> Choice:
         """The best threshold; or the fixed one, with what is to be expected of it."""

@@ -6,12 +6,15 @@ regime in the same round without a word more (docs/design/0022).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailbound.config import LossBound
+from tailbound.errors import ConfigError
 from tailbound.protocol.messages import ShardBegin, ShardMean
 from tailbound.regime import Decision, RegimeDetector
 
@@ -91,6 +94,20 @@ class StepLedger:
         if self._step is None:
             self._step = step
         return self.p if step <= self._step else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next bounds follow from, as plain data; equal on all ranks."""
+        return self._detector.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, on all ranks before any of them begins a step.
+
+        Raises:
+            ConfigError: a step is open, or it is no such state.
+        """
+        if self._step is not None:
+            raise ConfigError("a loss bound is loaded between steps, not within one")
+        self._detector.load_state_dict(state)
 
     def norm_of(self, part: RoundSum) -> float:
         """Norm of one round's mean, unscaled and corrected for holes if so set."""

@@ -67,7 +67,7 @@ class MeshEndpoint(MeshMember):
         self._shapes: dict[int, tuple[str, int]] = {}
         """Dtype and elements of the bucket that had this slot last."""
         self._slot = 0
-        self._ledger = StepLedger(bound)
+        self.ledger = StepLedger(bound)
         self._held: dict[int, tuple[MeshRound, RoundSum]] = {}
         """Rounds that are over and end with their step, by index."""
         self._active: dict[int, list[tuple[Sender, BucketBytes]]] = {
@@ -254,9 +254,9 @@ class MeshEndpoint(MeshMember):
         if round_.p is not None or not round_.begins:
             return
         step = next(iter(round_.begins.values())).step
-        p = self._ledger.bound_of(step)
+        p = self.ledger.bound_of(step)
         if p is not None:
-            round_.set_bound(p, self._ledger.critical)
+            round_.set_bound(p, self.ledger.critical)
             self._touch(round_)
 
     def _touch(self, round_: MeshRound) -> None:
@@ -284,7 +284,7 @@ class MeshEndpoint(MeshMember):
         del self._rounds[round_.index]
         part = round_.sum_up()
         self._held[round_.index] = round_, part
-        decision = self._ledger.add(part)
+        decision = self.ledger.add(part)
         if not part.is_last:
             self._report(round_.index, None)
         if decision is None:
@@ -304,7 +304,7 @@ class MeshEndpoint(MeshMember):
                 round_.total_weight or 0.0,
                 round_.p or 0.0,
                 round_.critical,
-                self._ledger.norm_of(part),
+                self.ledger.norm_of(part),
                 None if decision is None else decision.ratio,
                 "no check" if decision is None else decision.verdict,
                 describe_round(round_),
@@ -351,16 +351,14 @@ class MeshEndpoint(MeshMember):
         return receiver, round_.format
 
     def _handle_round(self, link: int, message: Message, now: float) -> None:
-        state = self.links[link]
-        match message:
-            case ShardBegin():
-                self._take_begin(state.peer_rank, message)
-            case ShardMean():
-                self._take_told_mean(state.peer_rank, message)
-            case _:
-                raise PeerProtocolError(
-                    state.name, self._phase(), type(message).__name__
-                )
+        peer = self.links[link].peer_rank
+        if isinstance(message, ShardBegin):
+            self._take_begin(peer, message)
+        elif isinstance(message, ShardMean):
+            self._take_told_mean(peer, message)
+        else:
+            kind = type(message).__name__
+            raise PeerProtocolError(peer_name(peer), self._phase(), kind)
 
     def _take_begin(self, rank: int, begin: ShardBegin) -> None:
         """A peer announced its gradient.

@@ -1,7 +1,7 @@
 """A model's gradients as flat buckets, one per dtype, and its state as bytes."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tailbound.errors import ConfigError, HandshakeError
+from tailbound.errors import ConfigError, HandshakeError, TailboundError
 from tailbound.protocol.messages import BucketSpec
 from tailbound.training.exchange import AllGather
 
@@ -191,3 +191,21 @@ def parameter_digest(model: nn.Module) -> str:
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
         digest.update(_raw(parameter))
     return digest.hexdigest()[:16]
+
+
+def compare_digests(digests: Sequence[bytes], step: int) -> None:
+    """See to it that all replicas are equal.
+
+    Args:
+        digests: every rank's ``parameter_digest``, in rank order.
+        step: after which they were taken, for the message.
+
+    Raises:
+        TailboundError: they differ; names the ranks and their digests.
+    """
+    if len(set(digests)) > 1:
+        shown = ", ".join(f"rank {r}: {d.decode()}" for r, d in enumerate(digests))
+        raise TailboundError(
+            f"replicas differ after step {step} ({shown}); does something other than "
+            "job.step() change parameters?"
+        )

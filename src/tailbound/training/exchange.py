@@ -1,6 +1,7 @@
 """What a job exchanges through: a bounded-loss group, a process group, or nothing."""
 
 import itertools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from tailbound.protocol.events import Reduced
 from tailbound.protocol.messages import BucketSpec
 from tailbound.transport.group import Group
 from tailbound.transport.mesh import MeshGroup
+
+_log = logging.getLogger("tailbound")
 
 AllGather = Callable[[bytes], tuple[bytes, ...]]
 """Exchanges byte strings exactly; one per rank comes back, in rank order."""
@@ -67,6 +70,18 @@ class Exchange(ABC):
         """Leave because of an error and tell the others, where that is possible."""
         self.close()
 
+    def regime_state(self) -> dict[str, Any] | None:
+        """What the next loss bounds follow from, if this rank knows it."""
+        return None
+
+    @abstractmethod
+    def load_regime_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's, where there is a loss bound.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+
 
 class GroupExchange(Exchange):
     """Over the bounded-loss transport."""
@@ -108,6 +123,14 @@ class GroupExchange(Exchange):
     def abort(self, reason: str) -> None:
         """See Exchange."""
         self._group.abort(reason)
+
+    def load_regime_state(self, state: dict[str, Any]) -> None:
+        """Nothing: the server decides, and begins anew with every job."""
+        if self.rank == 0:
+            _log.warning(
+                "the checkpoint's regime is left out: in the server plan the server "
+                "decides the loss bound, and starts critical"
+            )
 
 
 class MeshExchange(Exchange):
@@ -162,6 +185,14 @@ class MeshExchange(Exchange):
         """See Exchange."""
         self._mesh.abort(reason)
 
+    def regime_state(self) -> dict[str, Any] | None:
+        """See Exchange; equal on all ranks."""
+        return self._mesh.regime_state()
+
+    def load_regime_state(self, state: dict[str, Any]) -> None:
+        """See Exchange."""
+        self._mesh.load_regime_state(state)
+
 
 def _ends(spec: BucketSpec) -> tuple[int, ...]:
     """Where each tensor ends in its bucket."""
@@ -213,6 +244,9 @@ class ExactExchange(Exchange):
             all_computed,
             round(all_planned),
         )
+
+    def load_regime_state(self, state: dict[str, Any]) -> None:
+        """See Exchange: there is no bound."""
 
 
 class LocalExchange(ExactExchange):

@@ -12,16 +12,17 @@ from torch.utils.data import DataLoader
 
 from tailbound.compute.budget import Budget, StepSample
 from tailbound.compute.compensation import extra_steps, normalize_factor
-from tailbound.errors import ConfigError, JobClosedError, TailboundError
+from tailbound.errors import JobClosedError
 from tailbound.protocol.events import Reduced
 from tailbound.records import Record, RoundReport, StepReport, ThresholdReport
 from tailbound.training.accumulate import Accumulation, Work, check_weight
-from tailbound.training.batches import num_samples, split_batch
-from tailbound.training.buckets import FlatBucket, parameter_digest
+from tailbound.training.batches import split_batch
+from tailbound.training.buckets import FlatBucket, compare_digests, parameter_digest
 from tailbound.training.ddp import HeldDdp
+from tailbound.training.epochs import Epochs
 from tailbound.training.exchange import Exchange
+from tailbound.training.job_state import resume_from, take_state
 from tailbound.training.leaving import describe, note_closed, note_open
-from tailbound.training.samplers import ResamplingSampler, resampled_batches
 from tailbound.training.step_records import describe_step, label_rounds
 
 _log = logging.getLogger("tailbound")
@@ -52,8 +53,7 @@ class Job:
         self._budget, self._held = budget, held
         self._on_record, self._run = on_record, run
         self._step = 0
-        self._sampler: ResamplingSampler | None = None
-        self._part_sizes: list[int] = []
+        self._epochs = Epochs()
         self._told_skip = False
         self._closed = False
         note_open(exchange)
@@ -72,6 +72,11 @@ class Job:
     def world_size(self) -> int:
         """Processes of the job."""
         return self._exchange.world_size
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done, those before a restart included."""
+        return self._step
 
     @property
     def threshold_s(self) -> float | None:
@@ -102,8 +107,7 @@ class Job:
         if isinstance(batch, Iterator):
             return self._accumulation.run(batch, planned)
         parts = split_batch(batch, planned)
-        if self._sampler is not None:
-            self._part_sizes += [num_samples(part) for part in parts]
+        self._epochs.note_parts(parts)
         return self._accumulation.run(parts, len(parts))
 
     def epoch(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -111,23 +115,19 @@ class Job:
 
         That is with ``compensate="resample"``: they come back before the epoch ends.
 
+        After ``load_state_dict`` the epoch that was under way goes on where it was.
+
         Args:
             loader: its sampler is a ``tailbound.ResamplingSampler``.
 
         Raises:
             ConfigError: it has another sampler.
         """
-        sampler = loader.sampler
-        if not isinstance(sampler, ResamplingSampler):
-            raise ConfigError(
-                "job.epoch needs DataLoader(sampler=tailbound.ResamplingSampler(...)), "
-                "which learns what was dropped"
-            )
-        self._sampler = sampler
         budget = self._budget
-        if budget is not None and budget.bound.compensate == "resample":
-            return resampled_batches(loader, sampler, self._exchange.all_gather)
-        return iter(loader)
+        resamples = budget is not None and budget.bound.compensate == "resample"
+        return self._epochs.begin(
+            loader, self._exchange.all_gather, resamples=resamples
+        )
 
     def extra_steps(self, steps: int) -> int:
         """Steps to add to a planned number, to make up for what was dropped so far.
@@ -219,7 +219,7 @@ class Job:
             exchange_s=exchange_s,
             threshold_s=threshold_s,
         )
-        self._tell_sampler(work)
+        self._epochs.end_step(int(work.computed))
         self._accumulation.clear()
         step_s = time.perf_counter() - self._ended_s
         self._note(*self.rounds, report)
@@ -245,6 +245,43 @@ class Job:
             self._ended_s = time.perf_counter()
             return self.threshold_report
         return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the bounds have learned, for a checkpoint; all ranks call it together.
+
+        Steps done, the regime (in the server plan the server has it, and it is left
+        out), the compute bound's threshold and samples, and the place of the sampler
+        that ``epoch`` was given. Model and optimizer are yours to save.
+
+        Returns:
+            Dicts, lists, strings and numbers, the same on every rank.
+
+        Raises:
+            TailboundError: the exchange failed; the job is over.
+        """
+        self._require_open()
+        state = take_state(self._exchange, self._budget, self._epochs, self._step)
+        self._ended_s = time.perf_counter()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, before the first step; all ranks call it together.
+
+        With another number of ranks what single ranks measured is left out, and the
+        rest of the sampler's epoch is shared out anew. In the server plan the regime
+        starts critical.
+
+        Args:
+            state: what ``state_dict`` gave, the same on every rank.
+
+        Raises:
+            ConfigError: it is no such state.
+            HandshakeError: another rank loaded another one.
+            TailboundError: the exchange failed; the job is over.
+        """
+        self._require_open()
+        self._step = resume_from(state, self._exchange, self._budget, self._epochs)
+        self._ended_s = time.perf_counter()
 
     def _reduce(self, work: Work, loss_scale: float) -> list[Reduced]:
         learning_rate = self._optimizer.param_groups[0].get("lr")
@@ -283,13 +320,6 @@ class Job:
             bucket.push()
         self._optimizer.step()
 
-    def _tell_sampler(self, work: Work) -> None:
-        """Say which samples of the step's batch were used: those at its front."""
-        sizes, self._part_sizes = self._part_sizes, []
-        if self._sampler is not None and sizes:
-            used = sum(sizes[: int(work.computed)])
-            self._sampler.acknowledge(sum(sizes), used)
-
     def _bound_next(
         self, reduced: Reduced, work: Work, exchange_s: float, step_s: float
     ) -> None:
@@ -327,13 +357,7 @@ class Job:
         """
         self._require_open()
         digest = parameter_digest(self._model)
-        digests = [part.decode() for part in self._exchange.all_gather(digest.encode())]
-        if len(set(digests)) > 1:
-            shown = ", ".join(f"rank {r}: {d}" for r, d in enumerate(digests))
-            raise TailboundError(
-                f"replicas differ after step {self._step} ({shown}); does something "
-                "other than job.step() change parameters?"
-            )
+        compare_digests(self._exchange.all_gather(digest.encode()), self._step)
         self._ended_s = time.perf_counter()
         return digest
 

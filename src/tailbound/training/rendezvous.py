@@ -4,8 +4,8 @@ This is a border: it reads what ``torchrun`` puts into the environment, and the 
 own store. Nothing below it reads the environment (docs/design/0011).
 """
 
+import logging
 import os
-import secrets
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,13 +14,16 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from tailbound.config import LossBound, Transport, format_address
-from tailbound.errors import ConfigError, PeerLostError, UnreachableError
-from tailbound.transport.addresses import resolve_bind
+from tailbound.errors import ConfigError, UnreachableError
+from tailbound.training.meeting import first_line, meet_in
+from tailbound.transport.addresses import is_loopback, resolve_bind
 from tailbound.transport.group import Server
 from tailbound.transport.mesh import Meeting, MeshGroup
 
+_log = logging.getLogger("tailbound")
+
 _attached = 0
-"""Jobs attached by this process so far: each gets its own key in the store."""
+"""Jobs attached by this process so far: each meets under its own key in the store."""
 _stores: dict[str, Store] = {}
 """By the master's address. Kept: where torchrun hosts none, rank 0's store is the one
 that all others read from, and it would end with its last reference."""
@@ -77,29 +80,42 @@ def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]
     _attached += 1
     if transport.server is not None:
         return transport.server, None
-    store = _job_store(transport.timeout_s)
-    # A restarted job must not read the address that the last attempt left behind.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"tailbound/{attempt}/{_attached}/server"
+    store = _job_store(place, transport)
+    return server_over(store, f"tailbound/{_attached}/server", place, transport)
+
+
+def server_over(
+    store: Store, key: str, place: Place, transport: Transport
+) -> tuple[str, Server | None]:
+    """Start the server on rank 0 and tell the others where, through any store.
+
+    Args:
+        store: the same on all ranks.
+        key: names this server in it.
+        place: this process.
+        transport: how bytes travel.
+
+    Raises:
+        PeerLostError: the store ended, or a rank did not come in time.
+    """
     server = None
+    if place.rank == 0:
+        host = _our_host(store, place, transport)
+        server = Server(place.world_size, host=host, transport=transport)
     try:
-        if place.rank == 0:
-            server = _make_server(place, transport)
-            store.set(key, server.address)
-            return server.address, server
-        store.wait([key], timedelta(seconds=transport.timeout_s))
-        return store.get(key).decode(), None
-    except dist.DistStoreError as error:
-        reason = (
-            f"it published no server address within {transport.timeout_s:.0f} s; did "
-            "it reach tailbound.attach?"
+        met = meet_in(
+            store,
+            key,
+            place.rank,
+            place.world_size,
+            "" if server is None else server.address,
+            timeout_s=transport.timeout_s,
         )
-        raise PeerLostError(("rank 0",), "start-up", reason) from error
-    except RuntimeError as error:
+    except BaseException:
         if server is not None:
             server.close()
-        host = "the job's store, which torchrun or rank 0 hosts,"
-        raise PeerLostError((host,), "start-up", _first_line(error)) from error
+        raise
+    return met.addresses[0], server
 
 
 def join_mesh(place: Place, bound: LossBound, transport: Transport) -> MeshGroup:
@@ -112,9 +128,8 @@ def join_mesh(place: Place, bound: LossBound, transport: Transport) -> MeshGroup
     """
     global _attached
     _attached += 1
-    store = _job_store(transport.timeout_s)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"tailbound/{attempt}/{_attached}/mesh"
+    store = _job_store(place, transport)
+    key = f"tailbound/{_attached}/mesh"
     return mesh_over(store, key, place.rank, place.world_size, bound, transport)
 
 
@@ -142,40 +157,12 @@ def mesh_over(
     """
 
     def meet(address: str) -> Meeting:
-        session = str(secrets.randbits(63)) if rank == 0 else ""
-        keys = [f"{key}/{other}" for other in range(world_size)]
-        try:
-            store.set(keys[rank], f"{session} {address}")
-            store.wait(keys, timedelta(seconds=transport.timeout_s))
-            words = [store.get(one).decode() for one in keys]
-        except dist.DistStoreError as error:
-            raise PeerLostError(
-                tuple(
-                    f"rank {r}" for r, one in enumerate(keys) if not _has(store, one)
-                ),
-                "start-up",
-                f"published no address within {transport.timeout_s:.0f} s; did it get "
-                "to the same call?",
-            ) from error
-        except RuntimeError as error:
-            host = "the job's store, which torchrun or rank 0 hosts,"
-            raise PeerLostError((host,), "start-up", _first_line(error)) from error
-        addresses = tuple(word.partition(" ")[2] for word in words)
-        return Meeting(int(words[0].partition(" ")[0]), addresses)
+        return meet_in(
+            store, key, rank, world_size, address, timeout_s=transport.timeout_s
+        )
 
-    host = resolve_bind(
-        transport.bind,
-        _host_of(store),
-        is_loopback_fine=_is_one_host(Place(rank, world_size)),
-    )
+    host = _our_host(store, Place(rank, world_size), transport)
     return MeshGroup(rank, world_size, bound, transport, host=host, meet=meet)
-
-
-def _has(store: Store, key: str) -> bool:
-    try:
-        return bool(store.check([key]))
-    except RuntimeError:
-        return False
 
 
 def _host_of(store: Store) -> str:
@@ -187,10 +174,13 @@ def _host_of(store: Store) -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
-def _make_server(place: Place, transport: Transport) -> Server:
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    host = resolve_bind(transport.bind, master, is_loopback_fine=_is_one_host(place))
-    return Server(place.world_size, host=host, transport=transport)
+def _our_host(store: Store, place: Place, transport: Transport) -> str:
+    """The address that the other ranks shall use: on the route to the store."""
+    host = resolve_bind(
+        transport.bind, _host_of(store), is_loopback_fine=_is_one_host(place)
+    )
+    _log.info("rank %d uses address %s", place.rank, host)
+    return host
 
 
 def _is_one_host(place: Place) -> bool | None:
@@ -201,7 +191,7 @@ def _is_one_host(place: Place) -> bool | None:
     return int(local) >= place.world_size
 
 
-def _job_store(timeout_s: float) -> Store:
+def _job_store(place: Place, transport: Transport) -> Store:
     if dist.is_available() and dist.is_initialized():
         # The only way to the store of an initialised group; torch has kept this name
         # since 1.8, and tests hold it.
@@ -217,21 +207,25 @@ def _job_store(timeout_s: float) -> Store:
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ConfigError(f"MASTER_PORT is 1 to 65535, not {port!r}")
-    master = format_address(os.environ["MASTER_ADDR"], int(port))
+    host = os.environ["MASTER_ADDR"]
+    if transport.bind is None and _is_one_host(place) is False and is_loopback(host):
+        raise ConfigError(
+            f"MASTER_ADDR={host} is loopback, but the ranks run on several hosts: "
+            "start torchrun on each host with --local-addr and an address of that "
+            "host, since its name leads nowhere"
+        )
+    master = format_address(host, int(port))
     if master not in _stores:
         try:
-            met = rendezvous("env://", timeout=timedelta(seconds=timeout_s))
+            timeout = timedelta(seconds=transport.timeout_s)
+            met = rendezvous("env://", timeout=timeout)
             _stores[master], _, _ = next(iter(met))
         except RuntimeError as error:
             raise UnreachableError(
                 "TCP",
                 "the job's store",
                 master,
-                f"{_first_line(error)}; do MASTER_ADDR and MASTER_PORT name rank 0's "
+                f"{first_line(error)}; do MASTER_ADDR and MASTER_PORT name rank 0's "
                 "host, were all ranks started, and is the port free there?",
             ) from error
     return _stores[master]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

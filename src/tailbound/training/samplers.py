@@ -8,8 +8,9 @@ brought no rank any further.
 Source: DropCompute, section:dropped_samples_compensation; spec C6; FIELD A15.
 """
 
+import itertools
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -80,21 +81,26 @@ class ResamplingSampler(Sampler[int]):
         if epoch == self._epoch:
             return
         self._epoch, self._pass = epoch, 0
-        self._indices, self._is_copy = self._first_pass()
+        self._indices, self._is_copy = self._first_pass(self._rank, self._num_replicas)
         self._used = self._start = 0
         self._issued: deque[int] = deque()
         self._dropped: list[int] = []
 
-    def _first_pass(self) -> tuple[list[int], list[bool]]:
-        """This rank's part, and which of it another rank has too."""
+    @property
+    def epoch(self) -> int:
+        """The one under way, as ``set_epoch`` was told."""
+        return self._epoch
+
+    def _first_pass(self, rank: int, num_replicas: int) -> tuple[list[int], list[bool]]:
+        """A rank's part of an epoch, and which of it another rank has too."""
         order = np.arange(self._num_samples)
         if self._shuffle:
             rng = np.random.default_rng([self._seed, self._epoch])
             order = rng.permutation(self._num_samples)
-        share, rest = divmod(self._num_samples, self._num_replicas)
+        share, rest = divmod(self._num_samples, num_replicas)
         if rest and not self._drop_last:
             share += 1
-        places = np.arange(share) * self._num_replicas + self._rank
+        places = np.arange(share) * num_replicas + rank
         indices = order[places % self._num_samples]
         return indices.tolist(), (places >= self._num_samples).tolist()
 
@@ -164,49 +170,102 @@ class ResamplingSampler(Sampler[int]):
         ).tolist()
         if not pool or self._pass + 1 >= MAX_PASSES:
             return False
+        self._share_out(pool)
+        self._dropped = []
+        return True
+
+    def _share_out(self, pool: list[int]) -> None:
+        """Begin a pass with these samples of all ranks, evenly."""
         self._pass += 1
         share = -(-len(pool) // self._num_replicas)
         places = range(self._rank, share * self._num_replicas, self._num_replicas)
         self._indices = [pool[place % len(pool)] for place in places]
         self._is_copy = [place >= len(pool) for place in places]
-        self._used, self._start, self._dropped = 0, 0, []
-        return True
+        self._used = self._start = 0
+        self._issued.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that a run resumes from, in the middle of an epoch too."""
+        """Plain data that a run resumes from, in the middle of an epoch too.
+
+        The order of the first pass follows from the seed and is not in it.
+        """
+        is_first = self._pass == 0
         return {
             "epoch": self._epoch,
             "pass": self._pass,
             "num_replicas": self._num_replicas,
             "num_samples": self._num_samples,
+            "shuffle": self._shuffle,
+            "drop_last": self._drop_last,
             "seed": self._seed,
-            "indices": list(self._indices),
-            "is_copy": list(self._is_copy),
+            "indices": None if is_first else list(self._indices),
+            "is_copy": None if is_first else list(self._is_copy),
             "used": self._used,
             "dropped": list(self._dropped),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, with as many ranks.
 
         Raises:
-            ConfigError: it is of another number of ranks or samples.
+            ConfigError: it is of another number of ranks or other samples.
         """
-        for name, ours, remedy in (
-            ("num_replicas", self._num_replicas, "start at an epoch's beginning"),
-            ("num_samples", self._num_samples, "load the same dataset"),
-        ):
-            if state[name] != ours:
-                raise ConfigError(
-                    f"the sampler's state has {name}={state[name]}, here it is {ours}; "
-                    f"{remedy}"
-                )
-        self._epoch, self._pass = state["epoch"], state["pass"]
-        self._seed = state["seed"]
-        self._indices, self._is_copy = list(state["indices"]), list(state["is_copy"])
+        if state["num_replicas"] != self._num_replicas:
+            raise ConfigError(
+                f"the sampler's state has num_replicas={state['num_replicas']}, here "
+                f"it is {self._num_replicas}; start at an epoch's beginning, or give "
+                "load_states those of all ranks"
+            )
+        self._set_from(state)
+        self._indices, self._is_copy = self._part_of(state, self._rank)
         self._used = self._start = state["used"]
         self._dropped = list(state["dropped"])
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on where all ranks' states were taken, with any number of ranks.
+
+        With another number the rest of the epoch is shared out anew: each sample that
+        no rank was through with comes once, and what was dropped stays dropped.
+
+        Args:
+            states: every rank's ``state_dict``, in rank order.
+
+        Raises:
+            ConfigError: they are of other samples.
+        """
+        if len(states) == self._num_replicas:
+            self.load_state_dict(states[self._rank])
+            return
+        self._set_from(states[0])
+        left_by_rank = []
+        for rank, state in enumerate(states):
+            indices, is_copy = self._part_of(state, rank)
+            places = range(state["used"], len(indices))
+            left_by_rank.append([indices[p] for p in places if not is_copy[p]])
+        # In the order in which the ranks would have come to them.
+        turns = itertools.zip_longest(*left_by_rank)
+        self._share_out([one for turn in turns for one in turn if one is not None])
+        dropped = [index for state in states for index in state["dropped"]]
+        self._dropped = dropped[self._rank :: self._num_replicas]
+
+    def _set_from(self, state: Mapping[str, Any]) -> None:
+        if state["num_samples"] != self._num_samples:
+            raise ConfigError(
+                f"the sampler's state has num_samples={state['num_samples']}, here it "
+                f"is {self._num_samples}; load the same dataset"
+            )
+        self._epoch, self._pass = state["epoch"], state["pass"]
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        self._drop_last = state["drop_last"]
         self._issued = deque()
+
+    def _part_of(
+        self, state: Mapping[str, Any], rank: int
+    ) -> tuple[list[int], list[bool]]:
+        """What a rank was given in the pass of its state, and what is copies."""
+        if state["indices"] is None:
+            return self._first_pass(rank, state["num_replicas"])
+        return list(state["indices"]), list(state["is_copy"])
 
 
 def resampled_batches(

@@ -79,6 +79,16 @@ def route_mtu(host: str, local: str) -> int:
         return _ETHERNET_MTU
 
 
+def is_loopback(host: str) -> bool:
+    """True if a name or address leads to the machine that asks, whichever it is.
+
+    Raises:
+        ConfigError: the name does not resolve.
+    """
+    parsed = _parse(str(_resolve(host)[1][0]))
+    return parsed is not None and parsed.is_loopback
+
+
 def resolve_bind(
     bind: str | None, peer_host: str, *, is_loopback_fine: bool | None = None
 ) -> str:
@@ -110,8 +120,7 @@ def resolve_bind(
             "give a bind address of the peer's version"
         )
     if is_loopback_fine is None:
-        peer = _parse(str(target[0]))
-        is_loopback_fine = peer is not None and peer.is_loopback
+        is_loopback_fine = is_loopback(str(target[0]))
     if parsed.is_loopback and not is_loopback_fine:
         raise ConfigError(
             f"{address} is loopback, which peers on other hosts cannot answer to; set "

@@ -66,7 +66,7 @@ class Server:
             self.endpoint,
             self._events.put,
             listener=listener,
-            accept=lambda tcp: open_link(tcp, transport),
+            accept=lambda tcp: open_link(tcp, transport, world_size),
             impairments=transport.impairments,
         )
 

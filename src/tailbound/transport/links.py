@@ -4,7 +4,7 @@ import socket
 import time
 
 from tailbound.config import Transport, format_address, parse_address
-from tailbound.errors import UnreachableError
+from tailbound.errors import ConfigError, UnreachableError
 from tailbound.protocol.link import Link
 from tailbound.transport.addresses import resolve_bind, route_mtu
 from tailbound.transport.udp import UdpSocket
@@ -20,8 +20,15 @@ CONNECT_PATIENCE_S = 5.0
 CONNECT_RETRY_S = 0.05
 
 
-def open_link(tcp: socket.socket, transport: Transport) -> tuple[UdpSocket, Link]:
+def open_link(
+    tcp: socket.socket, transport: Transport, num_links: int = 1
+) -> tuple[UdpSocket, Link]:
     """Bind a UDP socket to the address that the TCP connection uses (FIELD A10).
+
+    Args:
+        tcp: the connection.
+        transport: how bytes travel.
+        num_links: that this process opens in all, each with a port of its own.
 
     Raises:
         OSError: the connection is gone already.
@@ -29,11 +36,15 @@ def open_link(tcp: socket.socket, transport: Transport) -> tuple[UdpSocket, Link
     """
     local, *_ = tcp.getsockname()
     peer, peer_port, *scope = tcp.getpeername()
-    udp = UdpSocket(
-        local,
-        port_range=transport.port_range,
-        send_buffer_bytes=SEND_QUEUE_BYTES,
-    )
+    try:
+        udp = UdpSocket(
+            local,
+            port_range=transport.port_range,
+            send_buffer_bytes=SEND_QUEUE_BYTES,
+        )
+    except ConfigError as error:
+        needs = f"this process needs {num_links} in all"
+        raise ConfigError(f"{error}; {needs}") from error
     if isinstance(transport.mtu, int):
         mtu = transport.mtu
     else:
@@ -54,9 +65,18 @@ def open_link(tcp: socket.socket, transport: Transport) -> tuple[UdpSocket, Link
 
 
 def join_peer(
-    address: str, transport: Transport, peer: str = "the server"
+    address: str,
+    transport: Transport,
+    peer: str = "the server",
+    num_links: int = 1,
 ) -> tuple[socket.socket, UdpSocket, Link]:
     """Connect to a peer and open the link to it; nothing stays open on errors.
+
+    Args:
+        address: of its control port.
+        transport: how bytes travel.
+        peer: its name, for messages.
+        num_links: see ``open_link``.
 
     Raises:
         UnreachableError: nobody answers there within the timeout.
@@ -64,7 +84,7 @@ def join_peer(
     """
     tcp = connect_peer(address, transport, peer)
     try:
-        return (tcp, *open_link(tcp, transport))
+        return (tcp, *open_link(tcp, transport, num_links))
     except OSError as error:
         tcp.close()
         remedy = f"the connection closed at once; is it {peer} of a tailbound job?"

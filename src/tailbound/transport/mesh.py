@@ -86,6 +86,7 @@ class MeshGroup(Member):
         """By counter of the round, in the driver's thread."""
         self._num_tickets = 0
         self._step = 0
+        _check_ports(transport.port_range, world_size)
         listener = listen(host, 0, transport.port_range)
         try:
             local_host, local_port, *_ = listener.getsockname()
@@ -107,7 +108,7 @@ class MeshGroup(Member):
             self._endpoint,
             self._on_event,
             listener=listener,
-            accept=lambda tcp: open_link(tcp, transport),
+            accept=lambda tcp: open_link(tcp, transport, world_size - 1),
             impairments=transport.impairments,
         )
         self._stations.append(station)
@@ -118,6 +119,9 @@ class MeshGroup(Member):
             for peer in range(rank - 1, -1, -1):
                 self._connect(station, peer, meeting.addresses[peer])
             started = self._wait(Started, "start-up")
+        except ConfigError as error:
+            self.abort(str(error))
+            raise
         except BaseException:
             self._shut()
             raise
@@ -261,8 +265,38 @@ class MeshGroup(Member):
         self._driver.call(lambda: self._endpoint.all_gather(data, time.monotonic()))
         return self._wait(Gathered, "an all-gather").parts
 
+    def regime_state(self) -> dict[str, Any]:
+        """What the next loss bounds follow from, as plain data; equal on all ranks.
+
+        Between steps, when no all-reduce is under way.
+
+        Raises:
+            TailboundError: the job has failed or is closed.
+        """
+        self._require_open()
+        found: dict[str, Any] = {}
+        self._run(lambda: found.update(self._endpoint.ledger.state_dict()))
+        return found
+
+    def load_regime_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint; all ranks must have before one begins a step.
+
+        An ``all_gather`` afterwards sees to that.
+
+        Args:
+            state: what ``regime_state`` gave, with any number of ranks.
+
+        Raises:
+            ConfigError: it is no such state, or a step is open.
+            TailboundError: the job has failed or is closed.
+        """
+        self._require_open()
+        self._run(lambda: self._endpoint.ledger.load_state_dict(state))
+
     def _connect(self, station: Station, peer: int, address: str) -> None:
-        tcp, udp, link = join_peer(address, self._transport, peer_name(peer))
+        tcp, udp, link = join_peer(
+            address, self._transport, peer_name(peer), self.world_size - 1
+        )
 
         def join() -> None:
             conduit = station.add(tcp, udp, link)
@@ -302,3 +336,21 @@ class MeshGroup(Member):
         super()._shut()
         # Whoever still waits, such as for a call that the thread never came to.
         self._answer_all(self._events.error or JobClosedError("the job is closed"))
+
+
+def _check_ports(port_range: tuple[int, int] | None, world_size: int) -> None:
+    """Refuse a range that is too small for this rank alone.
+
+    Raises:
+        ConfigError: says how many ports a mesh needs.
+    """
+    if port_range is None:
+        return
+    first, last = port_range
+    needed = world_size - 1
+    if last - first + 1 < needed:
+        raise ConfigError(
+            f"port_range {first} to {last} is too small: in a mesh of {world_size} "
+            f"ranks each needs {needed} UDP ports and a TCP port, so give {needed} for "
+            "each rank on a host"
+        )

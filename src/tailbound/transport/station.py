@@ -90,7 +90,7 @@ class Station:
                 continue
             except ConfigError as error:
                 tcp.close()
-                self.endpoint.fail(TailboundError(f"no room for a worker: {error}"))
+                self.endpoint.fail(TailboundError(f"no room for another rank: {error}"))
                 break
             accepted.append((self.add(tcp, udp, link), link))
         return accepted
