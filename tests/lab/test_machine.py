@@ -1,0 +1,16 @@
+"""The versions that a result is read with."""
+
+import platform
+
+import numpy as np
+
+from tailbound.lab.machine import versions
+
+
+def test_versions_name_what_is_installed_and_nothing_else() -> None:
+    found = versions()
+
+    assert found["numpy"] == np.__version__
+    assert found["python"] == platform.python_version()
+    assert found["kernel"] == platform.release()
+    assert "matplotlib" not in found
