@@ -336,6 +336,6 @@ def _settings(options: DemoOptions, epochs: int, conditions: Conditions) -> RunS
             f"more; asked every {detector.frequency} rounds"
         ),
         stragglers=options.slow_workers,
-        versions=versions(),
+        versions=versions("scikit-learn", "mnist1d"),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -5,10 +5,14 @@ import sys
 from importlib import metadata
 
 
-def versions() -> dict[str, str]:
-    """Of Python, kernel and packages, by name; those not installed are left out."""
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python, the kernel, tailbound, torch, NumPy and further packages, by name.
+
+    Args:
+        packages: as the registry names them; those not installed are left out.
+    """
     found = {"python": platform.python_version(), "kernel": platform.release()}
-    for name in ("tailbound", "torch", "numpy", "scikit-learn", "mnist1d"):
+    for name in ("tailbound", "torch", "numpy", *packages):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
