@@ -37,10 +37,12 @@ def allreduce(
         float | None,
         typer.Option(help="A fixed loss bound, instead of --p-low and --p-high."),
     ] = None,
-    p_low: Annotated[float, typer.Option(help="Bound in the critical regime.")] = 0.008,
+    p_low: Annotated[
+        float | None, typer.Option(help="Bound in the critical regime; default 0.008.")
+    ] = None,
     p_high: Annotated[
-        float, typer.Option(help="Bound outside the critical regime.")
-    ] = 0.408,
+        float | None, typer.Option(help="Bound outside it; default 0.408.")
+    ] = None,
     hosts: Annotated[
         bool,
         typer.Option(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from statistics import fmean
 from typing import cast
 
 from tailbound.config import LossBound, Plan, require
@@ -30,11 +30,13 @@ from tailbound.report.bench_outcome import (
     Turn,
     summarise_bench,
 )
+from tailbound.report.text import six_digits
 
 MAX_WORLD = 64
 BURST_EVERY = 10
 ETHERNET_MTU = 1500
-LOOPBACK = "lo"
+LOOPBACK_MTU = 65536
+"""Of every Linux since 3.6."""
 HEAD_START_S = 0.01
 """From the last word to the ranks until they all start: pipes are slower than that."""
 
@@ -53,8 +55,9 @@ class BenchOptions:
     plan: str = "sharded"
     p: float | None = None
     """A fixed bound; None: ``p_low`` and ``p_high``."""
-    p_low: float = LossBound().p_low
-    p_high: float = LossBound().p_high
+    p_low: float | None = None
+    """None: as ``LossBound`` has it."""
+    p_high: float | None = None
     hosts: bool = False
     loss: float = 0.0
     burst: float = 0.0
@@ -99,7 +102,7 @@ class BenchOptions:
             f"--burst-ms is above 0 and at most 10000, not {self.burst_ms}",
         )
         require(
-            self.p is None or (self.p_low, self.p_high) == (0.008, 0.408),
+            self.p is None or (self.p_low is None and self.p_high is None),
             "--p is a fixed bound: give either that or --p-low and --p-high",
         )
         self.bound()  # its own checks name the value
@@ -108,7 +111,11 @@ class BenchOptions:
         """The loss bound that tailbound gets."""
         if self.p is not None:
             return LossBound.fixed(self.p)
-        return LossBound(p_low=self.p_low, p_high=self.p_high)
+        usual = LossBound()
+        return LossBound(
+            p_low=usual.p_low if self.p_low is None else self.p_low,
+            p_high=usual.p_high if self.p_high is None else self.p_high,
+        )
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -194,14 +201,16 @@ class _Bench:
         self._check(side, number, settled)
         sent = [one.wire_bytes for one in settled]
         return Turn(
-            latency_ms=1e3 * max(one.latency_s for one in finished),
-            user_ms=1e3 * sum(one.user_s for one in settled) / len(settled),
-            system_ms=1e3 * sum(one.system_s for one in settled) / len(settled),
+            latency_ms=six_digits(1e3 * max(one.latency_s for one in finished)),
+            user_ms=six_digits(1e3 * fmean(one.user_s for one in settled)),
+            system_ms=six_digits(1e3 * fmean(one.system_s for one in settled)),
             # The loopback interface is the same for all.
             wire_mb=(sum(sent) if self._hosts else sent[0]) / 1e6,
             p=settled[0].p,
-            missing_share=sum(one.missing for one in settled)
-            / max(1, sum(one.chunks for one in settled)),
+            missing_share=six_digits(
+                sum(one.missing for one in settled)
+                / max(1, sum(one.chunks for one in settled))
+            ),
         )
 
     def _lose(self, share: float) -> None:
@@ -233,9 +242,7 @@ def _settings(options: BenchOptions) -> BenchSettings:
         p_low=bound.p_low,
         p_high=bound.p_high,
         hosts=options.hosts,
-        mtu=ETHERNET_MTU
-        if options.hosts
-        else int(Path(f"/sys/class/net/{LOOPBACK}/mtu").read_text()),
+        mtu=ETHERNET_MTU if options.hosts else LOOPBACK_MTU,
         loss=options.loss,
         burst=options.burst,
         burst_ms=options.burst_ms,

@@ -14,15 +14,22 @@ from tailbound.lab.orders import Broken, Ready
 Side = Literal["tailbound", "gloo"]
 
 
+class Host(msgspec.Struct, frozen=True, tag="host"):
+    """Open the store in which the ranks meet, and say where (``Listening``)."""
+
+    address: str
+    """Of this rank's host."""
+    timeout_s: float
+
+
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
-    """Meet the other ranks."""
+    """Meet the other ranks (``Ready``)."""
 
     rank: int
     world_size: int
     host: str
     """Address of rank 0's host, where the store is."""
     store_port: int
-    """0: be the store, and say where (``Listening``)."""
     device: str
     """Network interface that the rank's packets leave by, whose bytes are counted."""
     num_elements: int
@@ -52,7 +59,7 @@ class Settle(msgspec.Struct, frozen=True, tag="settle"):
     """All ranks are through: read the counters again, and check the result."""
 
 
-Order = Join | Prepare | Go | Settle
+Order = Host | Join | Prepare | Go | Settle
 
 
 class Listening(msgspec.Struct, frozen=True, tag="listening", tag_field="kind"):

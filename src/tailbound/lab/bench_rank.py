@@ -26,11 +26,12 @@ from tailbound.errors import TailboundError
 from tailbound.lab.bench_orders import (
     BenchAnswer,
     Finished,
-    Go,
+    Host,
     Join,
     Listening,
     Order,
     Prepare,
+    Settle,
     Settled,
 )
 from tailbound.lab.child_process import die_with_parent, take_stdout
@@ -211,44 +212,59 @@ def open_group(join: Join, store: Store) -> Group | MeshGroup:
     )
 
 
-def meet(join: Join, say: Say) -> Member:
-    """Open the store, or find it, and join both jobs."""
-    store = TCPStore(
-        join.host,
-        join.store_port,
-        is_master=join.store_port == 0,
-        timeout=timedelta(seconds=join.timeout_s),
+def open_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Find the store at a port, or open it at any if that is 0."""
+    return TCPStore(
+        host,
+        port,
+        is_master=port == 0,
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )
-    if join.store_port == 0:
-        say(Listening(store.port))
-    return Member(join, store)
+
+
+class Rank:
+    """One rank: its store, if it has it, and its membership."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+        self._member: Member | None = None
+
+    def obey(self, order: Order) -> BenchAnswer:
+        """Do what an order says; the answer."""
+        if isinstance(order, Host):
+            self._store = open_store(order.address, 0, order.timeout_s)
+            return Listening(self._store.port)
+        if isinstance(order, Join):
+            port = order.store_port
+            store = self._store or open_store(order.host, port, order.timeout_s)
+            self._member = Member(order, store)
+            return Ready()
+        assert self._member is not None, "to join is the first order but Host"
+        if isinstance(order, Prepare):
+            self._member.prepare(order.number)
+            return Ready()
+        if isinstance(order, Settle):
+            return self._member.settle()
+        time.sleep(max(0.0, order.at_s - time.monotonic()))
+        begun_s = time.perf_counter()
+        self._member.reduce(order.side)
+        return Finished(time.perf_counter() - begun_s)
+
+    def close(self) -> None:
+        """Part from the other ranks."""
+        if self._member is not None:
+            self._member.close()
 
 
 def follow(orders: BinaryIO, say: Say) -> int:
     """Follow orders until there are no more; the exit code."""
     decoder = msgspec.json.Decoder(Order)
-    member: Member | None = None
+    rank = Rank()
     try:
         for line in orders:
-            order = decoder.decode(line)
-            if isinstance(order, Join):
-                member = meet(order, say)
-                say(Ready())
-                continue
-            assert member is not None, "the first order is to join"
-            if isinstance(order, Prepare):
-                member.prepare(order.number)
-                say(Ready())
-            elif isinstance(order, Go):
-                time.sleep(max(0.0, order.at_s - time.monotonic()))
-                begun_s = time.perf_counter()
-                member.reduce(order.side)
-                say(Finished(time.perf_counter() - begun_s))
-            else:
-                say(member.settle())
-        if member is not None:
-            member.close()
+            say(rank.obey(decoder.decode(line)))
+        rank.close()
     except (TailboundError, ValueError, OSError, RuntimeError) as error:
         say(Broken((str(error).splitlines() or [type(error).__name__])[0]))
         return 1

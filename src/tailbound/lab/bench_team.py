@@ -10,6 +10,7 @@ from tailbound.errors import TailboundError
 from tailbound.lab.bench_orders import (
     BenchAnswer,
     Finished,
+    Host,
     Join,
     Listening,
     Order,
@@ -69,13 +70,16 @@ class Team:
         seed: int,
     ) -> None:
         """Let the ranks meet, at a store of rank 0's; see ``Join``."""
-
-        def order(rank: int, port: int) -> Join:
-            return Join(
+        host = self._hosts.address(0) if self._hosts else "127.0.0.1"
+        first = self._ranks[0]
+        first.tell(Host(host, self._timeout_s))
+        (there,) = self._gather([first], Listening, IMPORT_TIMEOUT_S)
+        for rank, child in enumerate(self._ranks):
+            order = Join(
                 rank=rank,
                 world_size=self._world_size,
-                host=self._hosts.address(0) if self._hosts else "127.0.0.1",
-                store_port=port,
+                host=host,
+                store_port=there.port,
                 device=CARD if self._hosts else LOOPBACK,
                 num_elements=num_elements,
                 sides=sides,
@@ -84,12 +88,7 @@ class Team:
                 seed=seed,
                 timeout_s=self._timeout_s,
             )
-
-        first, *others = self._ranks
-        first.tell(order(0, 0))
-        (there,) = self._gather([first], Listening, IMPORT_TIMEOUT_S)
-        for rank, child in enumerate(others, 1):
-            child.tell(order(rank, there.port))
+            child.tell(order)
         # The ranks' own deadlines are shorter, and name who did not come.
         self._gather(self._ranks, Ready, IMPORT_TIMEOUT_S + 4 * self._timeout_s)
 

@@ -5,6 +5,7 @@ Orders come on standard input, whose end is the end of the process.
 
 import ctypes
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -35,4 +36,8 @@ def die_with_parent() -> None:
     Ctrl-C reaches the whole terminal; ending the processes is the launcher's part.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    orders = select.poll()
+    orders.register(sys.stdin, 0)
+    if orders.poll(0):  # gone before we asked, or done: its end is closed
+        sys.exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -36,7 +36,7 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """True: each rank on a host of its own, real packets of ``mtu`` bytes. False: all
     on the loopback interface."""
     mtu: int
-    """Bytes of an IP packet between the ranks."""
+    """Largest IP packet of the interface between the ranks, in bytes."""
     loss: float
     """Share of all TCP and UDP packets that the switch dropped."""
     burst: float
