@@ -38,3 +38,30 @@ def test_standard_output_is_for_answers_only() -> None:
     )
 
     assert (done.stdout, done.stderr) == ('before\n{"kind":"done"}\n', "noise\n")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("is_gone", "told"), [(True, b""), (False, b"here\n")])
+def test_who_starts_after_its_launcher_has_gone_ends(
+    is_gone: bool, told: bytes
+) -> None:
+    code = (
+        "from tailbound.lab.child_process import die_with_parent\n"
+        "die_with_parent()\n"
+        "print('here', flush=True)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        if is_gone:
+            child.stdin.close()
+        out = child.stdout.read()
+        assert (out, child.wait(30.0)) == (told, 0)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()

@@ -2,10 +2,11 @@
 
 # ruff: noqa: RUF001 (times and dashes as people read them)
 
+import msgspec
 from rich.console import Console
 
 from report import benches
-from tailbound.report.bench_outcome import BenchSummary
+from tailbound.report.bench_outcome import BenchSummary, Checked, summarise_bench
 from tailbound.report.bench_rows import bench_rows, bound_rows, headline, sentences
 from tailbound.report.bench_table import make_bench_table
 
@@ -58,8 +59,8 @@ def test_the_headline_gives_both_tails() -> None:
 
 def test_it_says_what_was_checked_and_how_far_to_trust_it() -> None:
     assert list(sentences(benches.summary())) == [
-        "Exact on every rank, bit for bit: all 33 turns in which nothing was missing.",
-        "The same bytes on every rank: all 13 turns in which chunks were given up.",
+        "Exact on every rank, bit for bit, wherever nothing was missing: 33 turns.",
+        "The same bytes on every rank wherever chunks were given up: 13 turns.",
         "With 20 rounds the 99th percentile is close to the slowest round.",
         "4 ranks shared 2 cores; the load of this machine was 0.25 before.",
     ]
@@ -67,6 +68,26 @@ def test_it_says_what_was_checked_and_how_far_to_trust_it() -> None:
 
 def test_many_rounds_need_no_warning() -> None:
     assert not any("99th" in one for one in sentences(benches.summary(rounds=100)))
+
+
+def test_only_what_was_checked_is_told() -> None:
+    run = benches.summary()
+    exact = msgspec.structs.replace(run, checked=Checked(exact=1, identical=0))
+    identical = msgspec.structs.replace(run, checked=Checked(exact=0, identical=1))
+
+    assert [next(sentences(one)) for one in (exact, identical)] == [
+        "Exact on every rank, bit for bit, wherever nothing was missing: 1 turn.",
+        "The same bytes on every rank wherever chunks were given up: 1 turn.",
+    ]
+    assert [len(list(sentences(one))) for one in (exact, identical)] == [3, 3]
+
+
+def test_without_bursts_there_is_no_row_for_them() -> None:
+    run = summarise_bench(
+        benches.settings(burst=0.0), benches.rounds(9), Checked(exact=1, identical=0)
+    )
+
+    assert "burst rounds, median" not in {row.label for row in bench_rows(run)}
 
 
 def test_the_table_says_what_was_run() -> None:

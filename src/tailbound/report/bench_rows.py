@@ -93,13 +93,13 @@ def sentences(summary: BenchSummary) -> Iterator[str]:
     checked = summary.checked
     if checked.exact:
         yield (
-            f"Exact on every rank, bit for bit: all {plural(checked.exact, 'turn')} in "
-            "which nothing was missing."
+            "Exact on every rank, bit for bit, wherever nothing was missing: "
+            f"{plural(checked.exact, 'turn')}."
         )
     if checked.identical:
         yield (
-            f"The same bytes on every rank: all {plural(checked.identical, 'turn')} in "
-            "which chunks were given up."
+            "The same bytes on every rank wherever chunks were given up: "
+            f"{plural(checked.identical, 'turn')}."
         )
     settings = summary.settings
     if settings.rounds < 100:
