@@ -17,6 +17,15 @@ from tailbound.records import (
     StepReport,
     ThresholdReport,
 )
+from tailbound.report.bench_outcome import (
+    BenchRatio,
+    BenchRound,
+    BenchSummary,
+    BoundSummary,
+    Checked,
+    SideSummary,
+    Turn,
+)
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -126,6 +135,25 @@ def test_the_report_s_page_explains_every_field_of_the_records() -> None:
         field.name
         for record in (RoundReport, StepReport, ThresholdReport, EpochReport)
         for field in msgspec.structs.fields(record)
+    }
+
+    assert fields - explained == set()
+
+
+def test_the_bench_s_page_explains_every_field_of_its_numbers() -> None:
+    explained = set(re.findall(r"`(\w+)`", text(ROOT / "docs" / "guide" / "bench.md")))
+    fields = {
+        field.name
+        for part in (
+            BenchSummary,
+            SideSummary,
+            BoundSummary,
+            BenchRatio,
+            Checked,
+            BenchRound,
+            Turn,
+        )
+        for field in msgspec.structs.fields(part)
     }
 
     assert fields - explained == set()

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tailbound.cli_compute import Json, add_commands
+from tailbound import cli_bench, cli_compute
+from tailbound.cli_compute import Json
 from tailbound.errors import ConfigError, ShapeError, TailboundError
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-add_commands(app)
+cli_compute.add_commands(app)
+cli_bench.add_commands(app)
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """Exit codes, as shells have them."""

@@ -11,7 +11,7 @@ import pytest
 from tailbound.errors import TailboundError
 from tailbound.lab import children as module
 from tailbound.lab.children import Child, Children
-from tailbound.lab.orders import Answer, Broken, Done, Ready
+from tailbound.lab.orders import Answer, Broken, Done, Ready, decode_answer
 
 pytestmark = pytest.mark.processes
 
@@ -19,25 +19,25 @@ READ_ALL = "import sys; sys.stdin.read()"
 
 
 @pytest.fixture
-def children() -> Iterator[Children]:
-    with Children() as started:
+def children() -> Iterator[Children[Answer]]:
+    with Children(decode_answer) as started:
         yield started
 
 
-def start(children: Children, code: str, name: str = "rank 0") -> Child:
+def start(children: Children[Answer], code: str, name: str = "rank 0") -> Child[Answer]:
     return children.start(name, [sys.executable, "-c", code], env={})
 
 
-def listen(children: Children, num: int) -> list[tuple[Child, Answer]]:
+def listen(children: Children[Answer], num: int) -> list[tuple[Child[Answer], Answer]]:
     """The next answers; gives up after ten seconds."""
-    heard: list[tuple[Child, Answer]] = []
+    heard: list[tuple[Child[Answer], Answer]] = []
     deadline_s = time.monotonic() + 10.0
     while len(heard) < num and time.monotonic() < deadline_s:
         heard += children.listen(0.5)
     return heard
 
 
-def listen_for_the_end(children: Children) -> str:
+def listen_for_the_end(children: Children[Answer]) -> str:
     with pytest.raises(TailboundError) as caught:
         listen(children, 1)
     return str(caught.value)
@@ -52,7 +52,7 @@ def test_answers_come_in_order_and_whole() -> None:
         'print(\'ken", "message": "no"}\', flush=True)\n'
         "sys.stdin.read()\n"
     )
-    with Children() as children:
+    with Children(decode_answer) as children:
         child = start(children, code)
         first = listen(children, 1)
         child.tell(Done())
@@ -64,7 +64,7 @@ def test_answers_come_in_order_and_whole() -> None:
 
 
 def test_a_child_gets_our_environment_and_its_own(
-    children: Children, monkeypatch: pytest.MonkeyPatch
+    children: Children[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OURS", "a")
     code = (
@@ -79,7 +79,7 @@ def test_a_child_gets_our_environment_and_its_own(
     assert listen(children, 1) == [(child, Ready("a3"))]
 
 
-def test_an_order_is_one_json_line(children: Children) -> None:
+def test_an_order_is_one_json_line(children: Children[Answer]) -> None:
     code = (
         "import sys\n"
         "line = sys.stdin.readline().strip().replace('\"', \"'\")\n"
@@ -94,21 +94,23 @@ def test_an_order_is_one_json_line(children: Children) -> None:
     assert listen(children, 1) == [(child, Broken(message))]
 
 
-def test_what_is_no_answer_is_told_with_who_said_it(children: Children) -> None:
+def test_what_is_no_answer_is_told_with_who_said_it(children: Children[Answer]) -> None:
     start(children, "print('hello', flush=True); " + READ_ALL)
 
     assert listen_for_the_end(children).startswith("rank 0 said what is no answer (")
 
 
 def test_a_child_that_ends_is_told_with_its_last_error_line(
-    children: Children,
+    children: Children[Answer],
 ) -> None:
     start(children, "import sys; sys.stderr.write('one\\ntwo\\n\\n'); sys.exit(3)")
 
     assert listen_for_the_end(children) == "rank 0 ended with exit code 3: two"
 
 
-def test_a_child_that_ends_without_a_word_is_told_too(children: Children) -> None:
+def test_a_child_that_ends_without_a_word_is_told_too(
+    children: Children[Answer],
+) -> None:
     start(children, "")
 
     assert listen_for_the_end(children) == "rank 0 ended with exit code 0"
@@ -126,7 +128,7 @@ def test_a_child_that_ends_without_a_word_is_told_too(children: Children) -> Non
     ],
 )
 def test_a_killed_child_is_told_with_the_signal(
-    children: Children, number: signal.Signals, told: str
+    children: Children[Answer], number: signal.Signals, told: str
 ) -> None:
     child = start(children, READ_ALL)
     child.process.send_signal(number)
@@ -136,7 +138,7 @@ def test_a_killed_child_is_told_with_the_signal(
 
 
 def test_the_killed_one_is_the_cause_even_if_another_ended_first(
-    children: Children,
+    children: Children[Answer],
 ) -> None:
     """A server that loses its worker ends too, and may be heard before it."""
     killed = start(children, READ_ALL, "rank 1")
@@ -147,13 +149,15 @@ def test_the_killed_one_is_the_cause_even_if_another_ended_first(
     assert listen_for_the_end(children).startswith("rank 1 was killed by signal 9")
 
 
-def test_nobody_was_killed_at_first(children: Children) -> None:
+def test_nobody_was_killed_at_first(children: Children[Answer]) -> None:
     start(children, READ_ALL)
 
     assert children.find_killed(0.02) is None
 
 
-def test_an_order_to_one_that_is_gone_says_how_it_went(children: Children) -> None:
+def test_an_order_to_one_that_is_gone_says_how_it_went(
+    children: Children[Answer],
+) -> None:
     child = start(children, "import sys; sys.exit('no module named torch')")
     child.process.wait()
 
@@ -162,7 +166,7 @@ def test_an_order_to_one_that_is_gone_says_how_it_went(children: Children) -> No
 
 
 def test_one_that_only_closes_its_output_is_not_called_dead(
-    children: Children, monkeypatch: pytest.MonkeyPatch
+    children: Children[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "END_TIMEOUT_S", 0.1)
     start(children, f"import os; os.close(1); {READ_ALL}")
@@ -179,7 +183,7 @@ def test_none_outlives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         'print(\'{"kind": "ready"}\', flush=True); time.sleep(60)'
     )
-    children = Children()
+    children = Children(decode_answer)
     started = [start(children, code) for code in (stubborn, stubborn, READ_ALL)]
     listen(children, 2)
     ended_s = time.monotonic()
@@ -191,7 +195,7 @@ def test_none_outlives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_flood_of_errors_keeps_the_last_lines_only() -> None:
-    child = Child("rank 0", None)  # type: ignore[arg-type]
+    child = Child("rank 0", None, decode_answer)  # type: ignore[arg-type]
 
     for data in chain(repeat(b"noise\n", 100), [b"\xff the reason\n"]):
         child.take_error(data)

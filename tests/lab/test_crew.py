@@ -12,7 +12,14 @@ from tailbound.errors import TailboundError
 from tailbound.lab import crew as module
 from tailbound.lab.children import Children
 from tailbound.lab.crew import Crew, Progress, process_command
-from tailbound.lab.orders import Conditions, Role, ServerOrder, WorkerOrder
+from tailbound.lab.orders import (
+    Answer,
+    Conditions,
+    Role,
+    ServerOrder,
+    WorkerOrder,
+    decode_answer,
+)
 from tailbound.records import EpochReport, RecordWriter, StepReport, read_lines
 
 pytestmark = pytest.mark.processes
@@ -40,8 +47,8 @@ class Told(Progress):
 
 
 @pytest.fixture
-def children() -> Iterator[Children]:
-    started = Children()
+def children() -> Iterator[Children[Answer]]:
+    started = Children(decode_answer)
     yield started
     started.__exit__(KeyError, KeyError(), None)  # as after an error: at once
 
@@ -52,7 +59,9 @@ def write(tmp_path: Path) -> Iterator[RecordWriter]:
         yield writer
 
 
-def make_crew(children: Children, workers: str = "good", server: str = "good") -> Crew:
+def make_crew(
+    children: Children[Answer], workers: str = "good", server: str = "good"
+) -> Crew:
     def command(role: Role) -> list[str]:
         part = server if role == "server" else workers
         return [sys.executable, str(Path(__file__).with_name("actors.py")), role, part]
@@ -87,7 +96,7 @@ def run(
 
 
 def test_every_ranks_records_are_kept_and_rank_0s_are_shown(
-    children: Children, write: RecordWriter
+    children: Children[Answer], write: RecordWriter
 ) -> None:
     told = Told()
     crew = make_crew(children)
@@ -116,7 +125,11 @@ def test_every_ranks_records_are_kept_and_rank_0s_are_shown(
     ],
 )
 def test_who_failed_and_how_is_told(
-    children: Children, write: RecordWriter, workers: str, server: str, told: str
+    children: Children[Answer],
+    write: RecordWriter,
+    workers: str,
+    server: str,
+    told: str,
 ) -> None:
     crew = make_crew(children, workers, server)
     crew.wait_ready()
@@ -126,7 +139,7 @@ def test_who_failed_and_how_is_told(
 
 
 def test_a_server_that_dies_of_its_order_is_told(
-    children: Children, write: RecordWriter
+    children: Children[Answer], write: RecordWriter
 ) -> None:
     crew = make_crew(children)
     crew.wait_ready()
@@ -136,7 +149,7 @@ def test_a_server_that_dies_of_its_order_is_told(
 
 
 def test_a_standstill_ends_after_four_timeouts_and_names_who_is_due(
-    children: Children, write: RecordWriter
+    children: Children[Answer], write: RecordWriter
 ) -> None:
     crew = make_crew(children, "stuck")
     crew.wait_ready()
@@ -150,7 +163,7 @@ def test_a_standstill_ends_after_four_timeouts_and_names_who_is_due(
     assert time.monotonic() - begun_s > 1.0
 
 
-def test_workers_that_never_get_ready_are_named(children: Children) -> None:
+def test_workers_that_never_get_ready_are_named(children: Children[Answer]) -> None:
     crew = make_crew(children, "silent")
 
     with pytest.raises(TailboundError, match="rank 0, rank 1 not finished"):
@@ -168,7 +181,7 @@ def test_the_processes_are_run_by_this_python() -> None:
 
 @pytest.mark.parametrize("known", [None, "/elsewhere"])
 def test_the_processes_find_this_package_first(
-    children: Children, monkeypatch: pytest.MonkeyPatch, known: str | None
+    children: Children[Answer], monkeypatch: pytest.MonkeyPatch, known: str | None
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if known:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tailbound.config import ComputeBound, LossBound, Transport
-from tailbound.lab.demo_process import follow, write_answer
+from tailbound.lab.demo_process import follow
 from tailbound.lab.orders import (
     Answer,
     Broken,
@@ -159,14 +159,6 @@ def test_a_server_waits_two_timeouts_for_its_workers() -> None:
     assert broken.message.startswith("lost rank 0, rank 1 during start-up")
 
 
-def test_an_answer_is_a_line() -> None:
-    out = io.BytesIO()
-
-    write_answer(out, Broken("a\nb"))
-
-    assert out.getvalue() == b'{"kind":"broken","message":"a\\nb"}\n'
-
-
 def start(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
@@ -175,22 +167,6 @@ def start(*command: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.mark.processes
-def test_standard_output_is_for_answers_only() -> None:
-    code = (
-        "from tailbound.lab.demo_process import take_stdout\n"
-        "from tailbound.lab.orders import Done\n"
-        "print('before')\n"
-        "say = take_stdout()\n"
-        "print('noise', flush=True)\n"
-        "say(Done())\n"
-    )
-
-    out, errors = start("-c", code).communicate(timeout=30.0)
-
-    assert (out, errors) == ('before\n{"kind":"done"}\n', "noise\n")
 
 
 @pytest.mark.slow

@@ -6,15 +6,16 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
+from typing import Generic, TypeVar
 
 import msgspec
 
 from tailbound.errors import TailboundError
-from tailbound.lab.orders import Answer
 
 END_TIMEOUT_S = 3.0
 """How long children may take to end by themselves before they are killed."""
@@ -22,15 +23,17 @@ KILLED_PATIENCE_S = 1.0
 STDERR_LINES = 20
 READ_BYTES = 1 << 20
 
-_decoder = msgspec.json.Decoder(Answer)
+A = TypeVar("A")
+"""What the children of a set answer."""
 
 
 @dataclass(slots=True, eq=False)
-class Child:
+class Child(Generic[A]):
     """One process and what it said that is no line yet."""
 
     name: str
     process: subprocess.Popen[bytes]
+    decode: Callable[[bytes], A]
     pending: bytearray = field(default_factory=bytearray)
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
 
@@ -62,7 +65,7 @@ class Child:
             how += "; if nobody did that, memory ran out: see `dmesg`"
         return how
 
-    def take(self, data: bytes) -> Iterator[Answer]:
+    def take(self, data: bytes) -> Iterator[A]:
         """Yield the answers that these bytes complete.
 
         Raises:
@@ -73,7 +76,7 @@ class Child:
         self.pending = bytearray(rest)
         for line in lines:
             try:
-                yield _decoder.decode(line)
+                yield self.decode(bytes(line))
             except msgspec.DecodeError as error:
                 start = line[:80].decode(errors="replace")
                 raise TailboundError(
@@ -92,17 +95,22 @@ class Child:
                     self.take_error(data)
 
 
-class Children:
-    """A set of child processes; none outlives the ``with`` block."""
+class Children(Generic[A]):
+    """A set of child processes; none outlives the ``with`` block.
 
-    def __init__(self) -> None:
-        self._children: list[Child] = []
+    Args:
+        decode: makes an answer of a line, or raises msgspec.DecodeError.
+    """
+
+    def __init__(self, decode: Callable[[bytes], A]) -> None:
+        self._decode = decode
+        self._children: list[Child[A]] = []
         self._selector = selectors.DefaultSelector()
 
     def start(
         self, name: str, command: Sequence[str], *, env: Mapping[str, str]
-    ) -> Child:
-        """Start a process.
+    ) -> Child[A]:
+        """Start a process, which can import this very package, installed or not.
 
         Args:
             name: for messages.
@@ -114,9 +122,9 @@ class Children:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **env},
+            env={**os.environ, **import_path(), **env},
         )
-        child = Child(name, process)
+        child = Child(name, process, self._decode)
         self._children.append(child)
         for stream, is_error in ((process.stdout, False), (process.stderr, True)):
             assert stream is not None
@@ -124,13 +132,13 @@ class Children:
             self._selector.register(stream, selectors.EVENT_READ, (child, is_error))
         return child
 
-    def listen(self, timeout_s: float) -> Iterator[tuple[Child, Answer]]:
+    def listen(self, timeout_s: float) -> Iterator[tuple[Child[A], A]]:
         """Yield what the children said, as it comes; waits at most ``timeout_s``.
 
         Raises:
             TailboundError: a child ended by itself, or said what is no answer.
         """
-        gone: list[Child] = []
+        gone: list[Child[A]] = []
         for key, _ in self._selector.select(timeout_s):
             child, is_error = key.data
             data = os.read(key.fd, READ_BYTES)
@@ -146,7 +154,7 @@ class Children:
         if gone:
             raise TailboundError((self.find_killed(0.0) or gone[0]).describe_end())
 
-    def find_killed(self, patience_s: float = KILLED_PATIENCE_S) -> Child | None:
+    def find_killed(self, patience_s: float = KILLED_PATIENCE_S) -> Child[A] | None:
         """A child that a signal ended: the cause, where others only felt it.
 
         Its connections close before the kernel says that it is gone, so a peer's
@@ -162,7 +170,13 @@ class Children:
                 return None
             time.sleep(0.01)
 
-    def __enter__(self) -> "Children":
+    def find_cause(self, child: Child[A], message: str) -> TailboundError:
+        """What to raise when a child says that it failed: of a killed one, if any."""
+        killed = self.find_killed()
+        told = killed.describe_end() if killed else f"{child.name}: {message}"
+        return TailboundError(told)
+
+    def __enter__(self) -> "Children[A]":
         return self
 
     def __exit__(
@@ -188,3 +202,10 @@ class Children:
                 if stream is not None:
                     stream.close()
         self._selector.close()
+
+
+def import_path() -> dict[str, str]:
+    """The variable that lets a child import this very package."""
+    home = str(Path(__file__).parents[2])
+    known = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{home}{os.pathsep}{known}" if known else home}

@@ -1,17 +1,23 @@
 """The demo's processes, a server and its workers: start them, train a run, listen."""
 
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from tailbound.errors import TailboundError
 from tailbound.lab.children import Child, Children
-from tailbound.lab.orders import Broken, Done, Ready, Role, ServerOrder, WorkerOrder
+from tailbound.lab.orders import (
+    Answer,
+    Broken,
+    Done,
+    Ready,
+    Role,
+    ServerOrder,
+    WorkerOrder,
+)
 from tailbound.records import EpochReport, Record, RecordWriter, StepReport
 
 T = TypeVar("T", Ready, Done)
@@ -52,22 +58,20 @@ class Crew:
 
     def __init__(
         self,
-        children: Children,
+        children: Children[Answer],
         workers: int,
         *,
         command: Callable[[Role], list[str]] = process_command,
     ) -> None:
         self._children = children
-        self._early: list[tuple[Child, Ready | Done]] = []
+        self._early: list[tuple[Child[Answer], Ready | Done]] = []
         """Answers that came with one that was waited for, ahead of their time."""
-        path = _import_path()
-        self._server = children.start("the server", command("server"), env=path)
+        self._server = children.start("the server", command("server"), env={})
         self._workers = [
             children.start(
                 f"rank {rank}",
                 command("worker"),
                 env={
-                    **path,
                     "RANK": str(rank),
                     "WORLD_SIZE": str(workers),
                     "OMP_NUM_THREADS": "1",
@@ -121,7 +125,7 @@ class Crew:
 
     def _wait(
         self,
-        children: list[Child],
+        children: list[Child[Answer]],
         kind: type[T],
         silence_s: float,
         take: Callable[[Record], None],
@@ -138,9 +142,7 @@ class Crew:
                 elif isinstance(answer, Ready | Done):
                     self._early.append((child, answer))
                 elif isinstance(answer, Broken):
-                    killed = self._children.find_killed()
-                    message = f"{child.name}: {answer.message}"
-                    raise TailboundError(killed.describe_end() if killed else message)
+                    raise self._children.find_cause(child, answer.message)
                 else:
                     take(answer)
             if time.monotonic() - last_s > silence_s:
@@ -154,10 +156,3 @@ class Crew:
 
 def _ignore(record: Record) -> None:
     """No run, no records."""
-
-
-def _import_path() -> dict[str, str]:
-    """Let children import this very package, installed or not."""
-    home = str(Path(__file__).parents[2])
-    known = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{home}{os.pathsep}{known}" if known else home}

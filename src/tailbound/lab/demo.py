@@ -6,13 +6,10 @@ besides, with neither bound, the compute bound, the network bound, and both. Wri
 settings.json and rounds.jsonl as it goes, then summary.json and report.html.
 """
 
-import platform
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -23,7 +20,13 @@ from tailbound.config import ComputeBound, LossBound, Preempt, Transport, requir
 from tailbound.errors import ConfigError, MissingExtraError, TailboundError
 from tailbound.lab.children import Children
 from tailbound.lab.crew import Crew, Progress
-from tailbound.lab.orders import Conditions, ServerOrder, WorkerOrder
+from tailbound.lab.machine import versions
+from tailbound.lab.orders import (
+    Conditions,
+    ServerOrder,
+    WorkerOrder,
+    decode_answer,
+)
 from tailbound.records import RecordWriter
 from tailbound.report.build import (
     RECORDS,
@@ -201,7 +204,7 @@ def run_demo(
     out = _choose_folder(options.out)
     with ExitStack() as stack:
         # They import torch while we do, and load the data.
-        crew = Crew(stack.enter_context(Children()), options.workers)
+        crew = Crew(stack.enter_context(Children(decode_answer)), options.workers)
         data = options.data
         if options.task == "mnist1d" and data is None:
             # Generating it takes seconds: once for all processes.
@@ -333,17 +336,6 @@ def _settings(options: DemoOptions, epochs: int, conditions: Conditions) -> RunS
             f"more; asked every {detector.frequency} rounds"
         ),
         stragglers=options.slow_workers,
-        versions=_versions(),
+        versions=versions("scikit-learn", "mnist1d"),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "kernel": platform.release()}
-    for name in ("tailbound", "torch", "numpy", "scikit-learn", "mnist1d"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    versions["platform"] = f"{sys.platform} {platform.machine()}"
-    return versions

@@ -5,9 +5,7 @@ standard output. The end of standard input is the end of the process.
 """
 
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import msgspec
 
 from tailbound.config import Transport
 from tailbound.errors import TailboundError
+from tailbound.lab.child_process import die_with_parent, take_stdout
 from tailbound.lab.orders import (
     Answer,
     Broken,
@@ -31,29 +30,7 @@ from tailbound.lab.orders import (
 from tailbound.records import EpochReport
 from tailbound.transport.group import Server
 
-_PR_SET_PDEATHSIG = 1
-
-
 Say = Callable[[Answer], None]
-
-
-def take_stdout() -> Say:
-    """Keep standard output for answers; what else prints goes to standard error."""
-    sys.stdout.flush()
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return lambda answer: write_answer(answers, answer)
-
-
-def write_answer(answers: BinaryIO, answer: Answer) -> None:
-    """Write one line to the launcher, at once."""
-    answers.write(msgspec.json.encode(answer) + b"\n")
-    answers.flush()
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when the launcher is gone, even by kill -9."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def serve(order: ServerOrder, say: Say) -> None:
@@ -208,8 +185,6 @@ def follow(orders: BinaryIO, role: Role, say: Say) -> int:
 def main(role: Role) -> int:
     """Be one process of the demo."""
     die_with_parent()
-    # Ctrl-C reaches the whole terminal; ending the processes is the launcher's part.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return follow(sys.stdin.buffer, role, take_stdout())
 
 

@@ -85,5 +85,6 @@ class Broken(msgspec.Struct, frozen=True, tag="broken", tag_field="kind"):
 
 
 Answer = Ready | Done | Broken | Record
+decode_answer = msgspec.json.Decoder(Answer).decode
 
 Role = Literal["server", "worker"]
