@@ -54,6 +54,7 @@ unit: $(VENV)/.dev
 examples: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 examples/server_plan.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 examples/both_bounds.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ddp_hook.py
 	rm -rf $(VENV)/traces
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/record_trace.py $(VENV)/traces
 	$(BIN)/tailbound plan $(VENV)/traces

@@ -105,7 +105,9 @@ def open_sockets() -> int:
     )
 
 
-def start_ranks(mode: str) -> list[subprocess.Popen[str]]:
+def start_ranks(
+    *arguments: str, script: str = "two_ranks.py"
+) -> list[subprocess.Popen[str]]:
     """Start two ranks by hand: rank 0 hosts the store, as without torchrun."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -120,7 +122,7 @@ def start_ranks(mode: str) -> list[subprocess.Popen[str]]:
     }
     return [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("two_ranks.py")), mode],
+            [sys.executable, str(Path(__file__).with_name(script)), *arguments],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -132,6 +134,6 @@ def start_ranks(mode: str) -> list[subprocess.Popen[str]]:
 
 def finish(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     """Exit code, standard output and standard error of each."""
-    outputs = [rank.communicate(timeout=50.0) for rank in ranks]
+    outputs = [rank.communicate(timeout=100.0) for rank in ranks]
     codes = [rank.returncode for rank in ranks]
     return [(code, *output) for code, output in zip(codes, outputs, strict=True)]

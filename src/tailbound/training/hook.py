@@ -7,7 +7,7 @@ returns a future, which the transport's thread completes. Buckets are matched ac
 ranks by the order of calls within a step, never by DDP's index, which DDP changes after
 the first step.
 
-Source: issue trackers of PyTorch on hooks (FIELD S07 to S11); docs/design/0030.
+Source: FIELD S07 to S11, what users of hooks reported; docs/design/0030.
 """
 
 import logging
