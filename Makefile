@@ -55,6 +55,7 @@ examples: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 examples/server_plan.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 examples/both_bounds.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ddp_hook.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/fsdp_replicas.py
 	rm -rf $(VENV)/traces
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/record_trace.py $(VENV)/traces
 	$(BIN)/tailbound plan $(VENV)/traces

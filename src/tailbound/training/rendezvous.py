@@ -133,6 +133,28 @@ def join_mesh(place: Place, bound: LossBound, transport: Transport) -> MeshGroup
     return mesh_over(store, key, place.rank, place.world_size, bound, transport)
 
 
+def join_part(
+    ranks: tuple[int, ...], bound: LossBound, transport: Transport
+) -> MeshGroup:
+    """Meet some ranks of the job in its own store, for a mesh of those alone.
+
+    Args:
+        ranks: of the job, this one among them, in an order that all of them give.
+        bound: loss bound, the same on all of them.
+        transport: how bytes travel.
+
+    Raises:
+        TailboundError: see ``join_mesh``.
+    """
+    global _attached
+    _attached += 1
+    place = find_place()
+    store = _job_store(place, transport)
+    key = f"tailbound/{_attached}/ranks/{'-'.join(map(str, ranks))}"
+    rank = ranks.index(place.rank)
+    return mesh_over(store, key, rank, len(ranks), bound, transport)
+
+
 def mesh_over(
     store: Store,
     key: str,
