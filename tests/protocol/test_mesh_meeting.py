@@ -23,6 +23,7 @@ from tailbound.protocol.messages import (
     MeshHello,
     Message,
     Nudge,
+    PingSeen,
     Ready,
     Refuse,
     ShardBegin,
@@ -242,6 +243,15 @@ def test_a_flood_before_the_start_is_not_kept() -> None:
     net.ranks[1].receive_control(0, data, 0.0)
 
     assert "a flood" in str(error_of(net, 1))
+
+
+def test_a_word_about_pings_before_the_hello_is_ignored() -> None:
+    net = FakeMesh(2, EXACT)
+
+    tell(net, 0, 1, PingSeen(1472))
+
+    assert net.ranks[1].error is None
+    net.start()
 
 
 def test_a_nudge_means_nothing() -> None:
