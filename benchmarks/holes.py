@@ -75,9 +75,9 @@ class Setting:
 
 
 SETTINGS = {
-    "digits": Setting(200, 8, {"sgd": 0.05, "adamw": 2e-3}),
-    "mnist1d": Setting(160, 8, {"sgd": 0.05, "adamw": 2e-3}),
-    "text": Setting(250, 4, {"sgd": 0.1, "adamw": 6e-3}),
+    "digits": Setting(150, 8, {"sgd": 0.05, "adamw": 4e-3}),
+    "mnist1d": Setting(120, 8, {"sgd": 0.05, "adamw": 2e-3}),
+    "text": Setting(160, 4, {"sgd": 0.1, "adamw": 6e-3}),
 }
 
 
