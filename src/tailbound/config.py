@@ -13,7 +13,7 @@ from tailbound.impairments import Impairments
 
 Test = Literal["change", "drop"]
 Compare = Literal["step", "check"]
-Holes = Literal["zero", "received_mean"]
+Holes = Literal["zero", "received_mean", "residual"]
 Order = Literal["rotate", "fixed", "norm"]
 Plan = Literal["sharded", "server"]
 Preempt = Literal["micro_batch", "backward"]
@@ -131,7 +131,13 @@ class LossBound:
     correct_holes: bool = True
     """Divide the norm by sqrt(share received), docs/design/0007."""
     holes: Holes = "zero"
-    """A missing chunk is ``zero`` (the paper), or the mean of what arrived."""
+    """A missing chunk is ``zero`` (the paper), the mean of what arrived
+    (``received_mean``), or zero now and part of its sender's next gradient
+    (``residual``; a restart forgets it). Evidence: docs/holes.md."""
+    residual_momentum: float = 0.0
+    """With ``residual``: momentum in [0, 1) that each sender applies to its gradient
+    before it leaves, so that what comes late has it too; the optimizer must have none
+    (Deep Gradient Compression). 0: the optimizer's own momentum, as ever."""
     order: Order = "rotate"
     """Which chunks leave first: another start each round, always the same, or the
     largest norm first. The last to leave are the first to be given up."""
@@ -166,8 +172,17 @@ class LossBound:
         _check_choices(
             ("test", self.test, ("change", "drop")),
             ("compare", self.compare, ("step", "check")),
-            ("holes", self.holes, ("zero", "received_mean")),
+            ("holes", self.holes, ("zero", "received_mean", "residual")),
             ("order", self.order, ("rotate", "fixed", "norm")),
+        )
+        require(
+            0.0 <= self.residual_momentum < 1.0,
+            f"residual_momentum is in [0, 1), not {self.residual_momentum}",
+        )
+        require(
+            self.residual_momentum == 0.0 or self.holes == "residual",
+            f"residual_momentum={self.residual_momentum} needs holes='residual', "
+            f"not {self.holes!r}",
         )
         self._check_deadline()
 

@@ -92,7 +92,7 @@ bounds = st.builds(
     frequency=st.sampled_from([1, 2**62]),
     window=st.sampled_from([1, 2, 1 << 20, 2**62, 2**63 - 1]),
     order=st.sampled_from(["rotate", "norm"]),
-    holes=st.sampled_from(["zero", "received_mean"]),
+    holes=st.sampled_from(["zero", "received_mean", "residual"]),
     per_layer=st.booleans(),
 )
 hellos = st.builds(

@@ -358,6 +358,35 @@ def test_a_hole_is_zero_or_the_mean_of_what_arrived(
     assert values[2].tobytes() == values[0].tobytes()
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_residual_comes_in_with_later_gradients(momentum: float) -> None:
+    """Gradients of 4 and 8, then none: their means add up to 6 everywhere.
+
+    With momentum 0.5 each acts for ever, 1 + 1/2 + 1/4 ... = 2 times, 12 in all; after
+    40 rounds what is missing of that is below 1e-9.
+    """
+    bound = LossBound(
+        p_low=0.5, p_high=0.5, holes="residual", residual_momentum=momentum
+    )
+    impairments = Impairments(losses=(IndependentLoss(rate=0.4),))
+    spec = (BucketSpec("float32", ("w",), ((7000,),)),)  # 20 chunks
+    net = FakeNet(2, spec, bound, to_server=impairments, seed=3)
+    net.start()
+    total_N = np.zeros(7000)
+    missing = 0
+
+    for step in range(40):
+        values = [np.full(7000, g if step == 0 else 0, np.float32) for g in (4, 8)]
+        events = net.all_reduce(values, [1.0, 1.0])
+        missing += sum(report.missing for e in events for report in e.reports)
+        assert values[0].tobytes() == values[1].tobytes()
+        total_N += values[0]
+
+    assert missing > 40
+    expected = 6.0 if momentum == 0.0 else 12.0
+    np.testing.assert_allclose(total_N, expected, rtol=1e-9)
+
+
 def test_all_ranks_change_the_regime_in_the_same_round() -> None:
     """Norms 1, 1, 1, 0.5: not critical at the check after 2, critical after 4."""
     bound = LossBound(p_low=0.0, p_high=0.4, frequency=2)

@@ -14,6 +14,7 @@ from tailbound.protocol.plan import Limits, Plan
 from tailbound.protocol.sender import Sender
 from tailbound.protocol.worker_round import WorkerRound
 from tailbound.records import RoundReport
+from tailbound.residual import Residuals
 
 MEAN = Mean(1, 0, 3.0, 0.408, False, 2.0, None, "no check")
 SKIPPED = Mean(1, 0, 0.0, 0.008, True, 0.0, None, "skipped")
@@ -37,6 +38,8 @@ def make_round(
     plan: Plan | None = None,
     weight: float = 1.0,
     now: float = 0.0,
+    loss_scale: float = 1.0,
+    residuals: Residuals | None = None,
 ) -> WorkerRound:
     if values_N is None:
         values_N = np.zeros(7, np.float32)
@@ -49,6 +52,8 @@ def make_round(
         p=0.25,
         critical=True,
         now=now,
+        loss_scale=loss_scale,
+        residuals=residuals,
     )
 
 
@@ -169,6 +174,57 @@ def test_a_round_in_which_nobody_had_anything_ends_with_its_announcement() -> No
 
     assert part.is_complete
     assert values_N.tolist() == [5] * 7
+
+
+# -- the residual --------------------------------------------------------------
+
+
+def test_what_the_final_bitmap_shows_missing_is_part_of_the_next_gradient() -> None:
+    """Bits 1011: chunk 1, elements 2 and 3, is missing; the scale halves."""
+    residuals = Residuals()
+    first_N = np.array([1, 2, 3, 4, 5, 6, 7], np.float32)
+    first = make_round(first_N, loss_scale=2.0, residuals=residuals)
+    receive_mean_data(first, 1.0)  # overtakes the stop
+    stop(first, 2.0, bits=b"\xb0")
+    first.receive_mean(MEAN, 3.0)
+    first.keep_lost()
+    next_N = np.full(7, 10, np.float32)
+
+    make_round(next_N, residuals=residuals)
+
+    assert next_N.tolist() == [10, 10, 11.5, 12, 10, 10, 10]
+
+
+def test_a_worker_with_nothing_leaves_what_it_owes_for_later() -> None:
+    residuals = Residuals()
+    owes = make_round(np.ones(7, np.float32), residuals=residuals)
+    stop(owes, 1.0, bits=b"\x70")
+    owes.keep_lost()
+
+    idle_N = np.full(7, 5, np.float32)
+    make_round(idle_N, weight=0.0, residuals=residuals).keep_lost()
+    next_N = np.zeros(7, np.float32)
+    make_round(next_N, residuals=residuals)
+
+    assert idle_N.tolist() == [5] * 7
+    assert next_N.tolist() == [1, 1, 0, 0, 0, 0, 0]
+
+
+def test_the_largest_norms_are_those_of_what_is_sent() -> None:
+    """Chunk 3 owes 9, so it leaves first."""
+    residuals, plan = Residuals(), make_plan("norm")
+    owes = make_round(
+        np.array([0, 0, 0, 0, 0, 0, 9], np.float32), plan=plan, residuals=residuals
+    )
+    stop(owes, 1.0, bits=b"\xe0")
+    owes.keep_lost()
+    values_N = np.array([3, 4, 0, 0, 6, 5, 0], np.float32)
+
+    part = make_round(values_N, plan=plan, residuals=residuals)
+    batch_K = sender_of(part).next_chunks(0.0, 64, 65535)
+
+    assert batch_K is not None
+    assert batch_K[0] == 3
 
 
 # -- deadlines -----------------------------------------------------------------

@@ -203,6 +203,11 @@ class Sender:
         self._note_progress(int(np.count_nonzero(arrived_C)), now)
         self._begin_pass(self._order_C[~arrived_C[self._order_C]])
 
+    @property
+    def arrived_C(self) -> NDArray[np.bool_] | None:
+        """The final bitmap: what arrived; None until STOPPED."""
+        return self._final_C
+
     def timer(self) -> float | None:
         """When ``handle_timer`` or ``next_chunks`` has something to do next."""
         if self.state is SenderState.STOPPED:

@@ -89,7 +89,8 @@ class ServerRounds:
             sizes_L = [int(np.prod(shape, dtype=np.int64)) for shape in spec.shapes]
             wire_format = FORMATS[spec.dtype]
             is_lazy = (
-                self.plan.bound.holes == "zero" and wire_format.wire == wire_format.sum
+                self.plan.bound.holes != "received_mean"
+                and wire_format.wire == wire_format.sum
             )
             sums = [
                 _Sum(np.zeros(spec.num_elements, wire_format.sum))
@@ -292,7 +293,7 @@ class ServerRounds:
             norm_L = l2_norms(sum_N, bucket.ends_L) / total
             return norm_L, MeanBytes(sum_N, layout, total)
         weight_C = None
-        if self.plan.bound.holes != "zero":
+        if self.plan.bound.holes == "received_mean":
             weight_C = np.zeros(layout.num_chunks)
             for arrival in self._arrivals.values():
                 assert arrival.begin is not None  # all is in

@@ -56,6 +56,7 @@ from tailbound.protocol.session import (
 from tailbound.protocol.wire import VERSION
 from tailbound.protocol.worker_round import WorkerRound
 from tailbound.reduction import FORMATS, WireFormat
+from tailbound.residual import Residuals
 
 LINK = 0
 """A worker's only link."""
@@ -88,6 +89,9 @@ class WorkerEndpoint(Endpoint):
         # Each bucket has a detector of its own on the server.
         self._regimes = [(bound.p_low, True)] * len(buckets)
         self._weight = 0.0
+        self._residuals: Residuals | None = None
+        if bound.holes == "residual":
+            self._residuals = Residuals(momentum=bound.residual_momentum)
 
     def connect(self, link: Link, now: float) -> None:
         """The TCP connection to the server is there; introduce ourselves."""
@@ -172,6 +176,8 @@ class WorkerEndpoint(Endpoint):
             p=p,
             critical=critical,
             now=now,
+            loss_scale=loss_scale,
+            residuals=self._residuals,
         )
         self.links[LINK].control.append(begin)
 
@@ -207,6 +213,7 @@ class WorkerEndpoint(Endpoint):
         if mean is None or not self._round.is_complete:
             return
         ended, self._round = self._round, None
+        ended.keep_lost()
         self._index += 1
         self._events.append(
             Reduced(

@@ -15,6 +15,7 @@ from tailbound.protocol.sender import Sender, SenderState
 from tailbound.protocol.sinks import StoreSink
 from tailbound.records import RoundReport
 from tailbound.reduction import FORMATS, chunk_norms, widen
+from tailbound.residual import Residual, Residuals
 
 
 class WorkerRound:
@@ -31,6 +32,8 @@ class WorkerRound:
         p: float,
         critical: bool,
         now: float,
+        loss_scale: float = 1.0,
+        residuals: Residuals | None = None,
     ) -> None:
         self.key = plan.key(index, Direction.IN)
         self.back_key = plan.key(index, Direction.BACK)
@@ -43,8 +46,17 @@ class WorkerRound:
         self._layout = layout
         self.bytes = BucketBytes(values_N, layout)
         self.sender: Sender | None = None
+        self._residual: Residual | None = None
         if weight > 0:
             spec = plan.buckets[self.key.bucket]
+            if residuals is not None:
+                self._residual = residuals.of(
+                    self.key.bucket,
+                    layout.num_elements,
+                    layout.elements_per_chunk,
+                    FORMATS[spec.dtype],
+                )
+                self._residual.apply(values_N, loss_scale=loss_scale)
             norm_C = None
             if plan.bound.order == "norm":
                 wide_N = widen(values_N, FORMATS[spec.dtype])
@@ -98,6 +110,13 @@ class WorkerRound:
             return False
         closed = self.receiver.state is ReceiverState.CLOSED
         return closed or self.mean.total_weight == 0
+
+    def keep_lost(self) -> None:
+        """The round is complete: what the final bitmap shows missing is carried."""
+        if self._residual is not None:
+            assert self.sender is not None  # there was a gradient
+            assert self.sender.arrived_C is not None  # it was stopped
+            self._residual.note(self.sender.arrived_C)
 
     def timer(self) -> float | None:
         """When ``handle_timer`` has something to do."""

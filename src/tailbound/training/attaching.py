@@ -65,6 +65,8 @@ def attach(
         ConfigError: a setting, the model or the environment is unusable.
         TailboundError: the ranks could not meet or do not agree; see ``errors``.
     """
+    if network is not None and network.residual_momentum > 0.0:
+        _check_no_momentum(optimizer)
 
     def make_exchange(specs: tuple[BucketSpec, ...]) -> Exchange:
         return find_exchange(specs, network, transport or Transport())
@@ -168,6 +170,22 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         )
 
 
+def _check_no_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """With ``residual_momentum`` the senders have the momentum.
+
+    Raises:
+        ConfigError: the optimizer has one of its own (SGD's and RMSprop's
+            ``momentum``, the first of Adam's ``betas``).
+    """
+    for group in optimizer.param_groups:
+        own = group.get("momentum", 0.0) or group.get("betas", (0.0,))[0]
+        if own:
+            raise ConfigError(
+                f"residual_momentum and the optimizer's momentum of {own} would both "
+                "act: give the optimizer none (momentum=0, or a first beta of 0)"
+            )
+
+
 def find_exchange(
     specs: tuple[BucketSpec, ...], network: LossBound | None, transport: Transport
 ) -> Exchange:
@@ -184,6 +202,11 @@ def find_exchange(
     """
     place = find_place(has_server=transport.server is not None)
     if place.world_size == 1:
+        if network is not None and network.residual_momentum > 0.0:
+            raise ConfigError(
+                "residual_momentum acts where gradients are sent, and a job of one "
+                "sends none: leave it out, and give the optimizer its momentum"
+            )
         return LocalExchange()
     if network is None:
         if not dist.is_initialized():
