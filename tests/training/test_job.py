@@ -3,9 +3,10 @@
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -272,6 +273,42 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         tailbound.attach(Vector(), optimizer)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=1.0, momentum=0.9),
+        partial(torch.optim.AdamW, betas=(0.9, 0.95)),
+        partial(torch.optim.RMSprop, momentum=0.9),
+    ],
+)
+def test_momentum_of_the_senders_and_of_the_optimizer_is_refused(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    model = Vector()
+    bound = LossBound(holes="residual", residual_momentum=0.9)
+
+    with pytest.raises(ConfigError, match=r"the optimizer's momentum of 0\.9 would"):
+        tailbound.attach(model, optimizer(model.parameters()), network=bound)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=1.0),
+        partial(torch.optim.AdamW, betas=(0.0, 0.95)),
+        torch.optim.Adagrad,
+    ],
+)
+def test_a_job_of_one_has_no_senders_to_apply_momentum(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    model = Vector()
+    bound = LossBound(holes="residual", residual_momentum=0.9)
+
+    with pytest.raises(ConfigError, match="a job of one sends none"):
+        tailbound.attach(model, optimizer(model.parameters()), network=bound)
+
+
 def test_exact_averaging_needs_a_process_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -281,6 +318,37 @@ def test_exact_averaging_needs_a_process_group(
 
     with pytest.raises(ConfigError, match="init_process_group first"):
         tailbound.attach(model, plain_sgd(model), network=None)
+
+
+@pytest.mark.sockets
+def test_with_a_residual_a_gradient_is_late_and_not_lost() -> None:
+    """Half of each round may be missing; then 20 gradients of zero bring what is owed.
+
+    Five gradients of 3 and 5 each, so each weight ends at -20 to the bit.
+    """
+    bound = LossBound(p_low=0.5, p_high=0.5, holes="residual")
+    transport = Transport(
+        mtu=1500,
+        timeout_s=TIMEOUT_S,
+        impairments=Impairments(losses=(IndependentLoss(rate=0.3),)),
+    )
+
+    def work(rank: int, make_exchange: MakeExchange) -> tuple[int, list[float]]:
+        model = Vector(4000)
+        missing = 0
+        with attach_through(make_exchange, model, plain_sgd(model)) as job:
+            for step in range(25):
+                value = (3.0, 5.0)[rank] if step < 5 else 0.0
+                job.backward(model(torch.full((1, 4000), value)))
+                report = job.step()
+                missing += report.missing_share > 0
+            job.check_replicas()
+        return missing, model.w.unique().tolist()
+
+    first, second = run_ranks(work, bound=bound, transport=transport)
+
+    assert first[0] > 0
+    assert (first[1], second[1]) == ([-20.0], [-20.0])
 
 
 # -- one rank -------------------------------------------------------------------------
