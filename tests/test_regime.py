@@ -9,7 +9,9 @@ import pytest
 
 from tailbound.config import LossBound
 from tailbound.errors import ConfigError, ShapeError
+from tailbound.reduction import FORMATS
 from tailbound.regime import Decision, RegimeDetector, RegimeStatistics
+from tailbound.residual import Residual
 
 NAN, INF = float("nan"), float("inf")
 
@@ -305,8 +307,11 @@ def test_a_norm_is_corrected_for_holes() -> None:
     assert decision.norm == pytest.approx(1.0)
 
 
-def test_a_norm_is_taken_as_it_is_without_the_correction() -> None:
-    detector = RegimeDetector(LossBound(correct_holes=False))
+@pytest.mark.parametrize(
+    "bound", [LossBound(correct_holes=False), LossBound(holes="residual")]
+)
+def test_a_norm_is_taken_as_it_is_without_the_correction(bound: LossBound) -> None:
+    detector = RegimeDetector(bound)
 
     assert detector.update(0.8, counter=1, share_received=0.64).norm == 0.8
 
@@ -325,6 +330,23 @@ def test_correction_gives_back_the_norm_of_a_million_entries() -> None:
 
     assert holed / full == pytest.approx(0.769, abs=0.005)
     assert decision.norm == pytest.approx(full, rel=0.01)
+
+
+def test_with_a_residual_the_norm_of_independent_gradients_is_whole() -> None:
+    """What is lost in one round comes in a later one: 40.8 % leave 1.00 of the norm."""
+    rng = np.random.default_rng(12)
+    residual = Residual(100_000, 100, FORMATS["float64"])
+    norms = []
+    for _ in range(30):
+        grad_N = rng.standard_normal(100_000)
+        residual.apply(grad_N)
+        arrived_C = np.ones(1000, np.bool_)
+        arrived_C[rng.permutation(1000)[:408]] = False
+        residual.note(arrived_C)
+        norms.append(np.linalg.norm(grad_N.reshape(1000, 100)[arrived_C]))
+
+    # Of 100 000 normal entries: sqrt(100 000) is 316.2.
+    assert np.mean(norms[10:]) == pytest.approx(316.2, rel=0.01)
 
 
 def test_more_loss_alone_is_not_critical() -> None:

@@ -129,7 +129,8 @@ class LossBound:
     per_layer: bool = False
     """Compare each tensor's norm; the largest relative change decides."""
     correct_holes: bool = True
-    """Divide the norm by sqrt(share received), docs/design/0007."""
+    """Divide the norm by sqrt(share received), docs/design/0007; never with
+    ``holes="residual"``, where what is lost comes later (0026)."""
     holes: Holes = "zero"
     """A missing chunk is ``zero`` (the paper), the mean of what arrived
     (``received_mean``), or zero now and part of its sender's next gradient
@@ -201,6 +202,14 @@ class LossBound:
             self.deadline_s != "auto" or self.p_high > 0.0,
             "deadline_s='auto' cuts no exact bound, and p_high is 0: give seconds",
         )
+
+    @property
+    def has_smaller_norms(self) -> bool:
+        """True if holes make the mean's norm smaller and it is to be corrected.
+
+        With a residual, energy that is lost in one round comes in a later one.
+        """
+        return self.correct_holes and self.holes != "residual"
 
     @property
     def is_fixed(self) -> bool:

@@ -343,7 +343,7 @@ def test_with_a_residual_a_gradient_is_late_and_not_lost() -> None:
                 report = job.step()
                 missing += report.missing_share > 0
             job.check_replicas()
-        return missing, model.w.unique().tolist()
+        return missing, sorted(set(model.w.tolist()))
 
     first, second = run_ranks(work, bound=bound, transport=transport)
 
