@@ -204,7 +204,7 @@ class LossBound:
         )
 
     @property
-    def has_smaller_norms(self) -> bool:
+    def corrects_norms(self) -> bool:
         """True if holes make the mean's norm smaller and it is to be corrected.
 
         With a residual, energy that is lost in one round comes in a later one.

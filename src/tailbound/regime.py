@@ -203,7 +203,7 @@ class RegimeDetector:
             raise ShapeError(f"norms are a number or (L,), not {values_L.shape}")
         if (values_L < 0.0).any():
             raise ConfigError(f"a norm is 0 or more, not {values_L.min()}")
-        share = share_received if self.bound.has_smaller_norms else 1.0
+        share = share_received if self.bound.corrects_norms else 1.0
         with np.errstate(over="ignore"):
             return values_L / (loss_scale * math.sqrt(share))
 

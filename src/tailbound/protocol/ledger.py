@@ -112,7 +112,7 @@ class StepLedger:
     def norm_of(self, part: RoundSum) -> float:
         """Norm of one round's mean, unscaled and corrected for holes if so set."""
         norm = math.sqrt(float(part.square_L.sum()))
-        if self._bound.has_smaller_norms:
+        if self._bound.corrects_norms:
             norm /= math.sqrt(part.share_received)
         return norm / part.loss_scale
 
