@@ -20,9 +20,11 @@ Source: Seide et al. 2014 (the residual); Lin et al. 2018 (arXiv:1712.01887), se
 """
 
 from collections.abc import Hashable
+from typing import Self
 
 import numpy as np
 
+from tailbound.config import LossBound
 from tailbound.errors import ConfigError, ShapeError
 from tailbound.reduction import (
     BLOCK_ELEMENTS,
@@ -69,6 +71,8 @@ class Residual:
             raise ConfigError(f"momentum is in [0, 1), not {momentum}")
         self.shape = (num_elements, elements_per_chunk, wire_format)
         """N, E and the format: a bucket that differs in one has another residual."""
+        self.is_out = False
+        """True from ``apply`` until ``note``."""
         self.dropped = 0
         """Chunks that were lost and not carried: they held NaN or inf."""
         self._format, self._momentum = wire_format, momentum
@@ -92,13 +96,20 @@ class Residual:
 
         Raises:
             ShapeError: it is not the bucket.
+            ConfigError: the gradient before it is still on its way.
         """
         num_elements, _, _ = self.shape
+        if self.is_out:
+            raise ConfigError(
+                "holes='residual' needs the end of a step before the next one begins: "
+                "what the bucket lost is not known yet"
+            )
         if values_N.shape != (num_elements,) or values_N.dtype != self._format.wire:
             raise ShapeError(
                 f"the bucket is {num_elements} {self._format.wire}, "
                 f"not {values_N.shape} {values_N.dtype}"
             )
+        self.is_out = True
         carried_N = self._carried_CE.reshape(-1)
         scale = self._format.sum.type(loss_scale)
         for start in range(0, num_elements, BLOCK_ELEMENTS):
@@ -117,8 +128,10 @@ class Residual:
                 total = total * scale
             values_N[part] = narrow(total, self._format)
 
-    def note(self, arrived_C: Mask) -> None:
+    def note(self, arrived_C: Mask | None) -> None:
         """Learn from the final bitmap what arrived; what did not is carried.
+
+        None: all of it did.
 
         A lost chunk with NaN or inf is dropped and counted: carried, it would spoil
         every gradient until it arrived, long after its cause was gone.
@@ -126,11 +139,14 @@ class Residual:
         Raises:
             ShapeError: the bitmap is not the bucket's.
         """
+        if arrived_C is None:
+            arrived_C = np.ones(len(self._carried_CE), np.bool_)
         if arrived_C.shape != self._carried_CE.shape[:1]:
             raise ShapeError(
                 f"the bucket has {len(self._carried_CE)} chunks, "
                 f"the bitmap {arrived_C.shape}"
             )
+        self.is_out = False
         self._carried_CE[arrived_C] = 0.0
         (lost_K,) = np.nonzero(~arrived_C)
         spoiled_K = lost_K[~np.isfinite(self._carried_CE[lost_K]).all(axis=1)]
@@ -147,6 +163,13 @@ class Residuals:
     def __init__(self, *, momentum: float = 0.0) -> None:
         self._momentum = momentum
         self._by_key: dict[Hashable, Residual] = {}
+
+    @classmethod
+    def for_bound(cls, bound: LossBound) -> Self | None:
+        """A sender's residuals, if the bound's holes have any."""
+        if bound.holes != "residual":
+            return None
+        return cls(momentum=bound.residual_momentum)
 
     def of(
         self,

@@ -141,6 +141,47 @@ def test_a_chunk_may_be_the_mean_of_what_arrived() -> None:
     assert grads[1][362:724].tolist() == [1.5] * 362
 
 
+def test_what_a_shard_lost_is_part_of_its_senders_next_gradient() -> None:
+    """Rank 1's chunk 0 is lost; a rank loses nothing to itself."""
+    net = started(2, LossBound(p_low=0.5, p_high=0.5, holes="residual"))
+    grads = [np.full(1448, rank, np.float32) for rank in (1, 2)]
+    net.begin(grads, [1.0, 1.0])
+    out = memoryview(bytearray(65535))
+    net.ranks[1].next_datagrams(0, out, net.now, max_segments=2, max_bytes=65535)
+    first = 1472 if out[19] == 0 else 0
+    net.ranks[0].receive_datagrams(1, out[first:], 1472, 1472, net.now)
+    net.run_until(Reduced)
+    later = [np.zeros(1448, np.float32) for _ in range(2)]
+
+    net.all_reduce(later, [1.0, 1.0], step=1)
+
+    assert grads[0][:362].tolist() == [0.5] * 362
+    assert later[0].tobytes() == later[1].tobytes()
+    assert later[0].tolist() == [1.0] * 362 + [0.0] * 1086
+
+
+def test_the_senders_momentum_is_in_ones_own_shard_too() -> None:
+    """Nothing is lost: 4, then 0.5 * 4 + 1, then 0.5 * 3 + 0."""
+    bound = LossBound(p_low=0, p_high=0, holes="residual", residual_momentum=0.5)
+    net = started(2, bound)
+    seen = []
+
+    for step, value in enumerate((4.0, 1.0, 0.0)):
+        grads = [np.full(1448, value, np.float32) for _ in range(2)]
+        net.all_reduce(grads, [1.0, 1.0], step=step)
+        seen.append({*grads[0].tolist(), *grads[1].tolist()})
+
+    assert seen == [{4.0}, {3.0}, {1.5}]
+
+
+def test_with_a_residual_a_step_ends_before_the_next_begins() -> None:
+    net = started(2, LossBound(holes="residual"))
+    net.begin([np.ones(1448, np.float32)] * 2, [1.0, 1.0])
+
+    with pytest.raises(ConfigError, match="what the bucket lost is not known yet"):
+        net.begin([np.ones(1448, np.float32)] * 2, [1.0, 1.0], step=1)
+
+
 def test_the_largest_chunks_may_leave_first() -> None:
     net = started(2, LossBound(p_low=0.0, p_high=0.0, order="norm"))
     grads = [np.arange(1448, dtype=np.float32), np.zeros(1448, np.float32)]

@@ -319,10 +319,3 @@ def test_s19_each_rank_says_which_address_it_uses(
     assert [record.message for record in caplog.records] == [
         "rank 0 uses address 127.0.0.1"
     ]
-
-
-def test_a_residual_is_refused_where_there_is_no_server() -> None:
-    bound = LossBound(holes="residual")
-
-    with pytest.raises(ConfigError, match="'residual' works in the server plan only"):
-        mesh_over(HashStore(), "mesh", 0, 2, bound, Transport())

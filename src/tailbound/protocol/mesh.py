@@ -17,10 +17,15 @@ from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, Reduced, RoundKey, peer_name
 from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.ledger import RoundSum, StepLedger
-from tailbound.protocol.mesh_checks import check_begin_untrusted, compare_begins
+from tailbound.protocol.mesh_checks import (
+    check_begin,
+    check_begin_untrusted,
+    compare_begins,
+)
 from tailbound.protocol.mesh_meeting import MeshMember
+from tailbound.protocol.mesh_plan import MeshPlan
 from tailbound.protocol.mesh_reports import describe_round
-from tailbound.protocol.mesh_round import MeshPlan, MeshRound
+from tailbound.protocol.mesh_round import MeshRound
 from tailbound.protocol.messages import Message, ShardBegin, ShardMean
 from tailbound.protocol.plan import Limits
 from tailbound.protocol.receiver import Receiver
@@ -139,11 +144,7 @@ class MeshEndpoint(MeshMember):
             computed,
             planned,
         )
-        if not begin.is_in_range:
-            raise ConfigError(
-                "weight is 0 or 1e-30 to 1e30, loss_scale 1e-30 to 1e30, and computed "
-                f"0 to planned, not {weight}, {loss_scale}, and {computed} of {planned}"
-            )
+        check_begin(begin)
         self._is_touched = True
         round_ = self._open(self.rank, index, begin)
         self._next_index += 1
@@ -379,17 +380,8 @@ class MeshEndpoint(MeshMember):
             WireError: there is no such round here, or a number is out of range.
         """
         round_ = self._rounds.get(self._index(mean.counter))
-        if (
-            round_ is None
-            or rank not in round_.backs
-            or rank in round_.means
-            or mean.bucket != round_.key.bucket
-            or len(mean.squares) != round_.begins[self.rank].num_norms
-            or not 0 <= mean.missing <= mean.num_chunks
-            or any(square < 0 for square in mean.squares)
-        ):
+        if round_ is None or not round_.take_told(rank, mean):
             raise WireError(f"a mean that nobody waits for, of round {mean.counter}")
-        round_.means[rank] = mean
 
     def _phase(self) -> str:
         if self._plan is None:

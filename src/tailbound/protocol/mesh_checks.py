@@ -1,6 +1,6 @@
 """What the ranks of a mesh check of each other's words."""
 
-from tailbound.errors import HandshakeError, WireError
+from tailbound.errors import ConfigError, HandshakeError, WireError
 from tailbound.protocol.events import peer_name
 from tailbound.protocol.messages import MeshHello, Ready, Refuse, ShardBegin
 from tailbound.protocol.session import MAX_WINDOW, MIN_ROOM_BYTES, MTU_RANGE
@@ -68,6 +68,20 @@ def check_ready_untrusted(ready: Ready) -> None:
         raise WireError(f"payload of {ready.payload_bytes} bytes")
     if ready.window_bytes < 0:
         raise WireError(f"a queue of {ready.window_bytes} bytes")
+
+
+def check_begin(begin: ShardBegin) -> None:
+    """Refuse what this rank's own caller may not announce.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    if not begin.is_in_range:
+        raise ConfigError(
+            "weight is 0 or 1e-30 to 1e30, loss_scale 1e-30 to 1e30, and computed 0 to "
+            f"planned, not {begin.weight}, {begin.loss_scale}, and {begin.computed} of "
+            f"{begin.planned}"
+        )
 
 
 def check_begin_untrusted(begin: ShardBegin) -> None:

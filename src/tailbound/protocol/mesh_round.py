@@ -8,46 +8,27 @@ Source: DESIGN, 2 and 3; spec N4 to N7.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tailbound.config import LossBound
 from tailbound.errors import RoundTimeoutError, TailboundError
 from tailbound.protocol.chunks import ChunkLayout, send_order
-from tailbound.protocol.deadline import Deadlines
 from tailbound.protocol.events import Direction, RoundKey, peer_name
 from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.ledger import RoundSum, sum_round
+from tailbound.protocol.mesh_plan import MeshPlan
 from tailbound.protocol.messages import ShardBegin, ShardMean
-from tailbound.protocol.plan import Limits
 from tailbound.protocol.receiver import Receiver, ReceiverState
 from tailbound.protocol.sender import Sender, SenderState
 from tailbound.protocol.shard_sum import ShardSum
 from tailbound.protocol.shards import cut_shards
-from tailbound.protocol.sinks import Sink, StoreSink
-from tailbound.reduction import FORMATS, chunk_norms, l2_norm, widen
-
-FOREVER_S = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class MeshPlan:
-    """What the ranks of a mesh agreed on."""
-
-    rank: int
-    world_size: int
-    bound: LossBound
-    room_bytes: int
-    limits: Limits
-    deadlines: Deadlines = field(init=False, compare=False)
-    """Of what the other ranks send to this one; learned while they do."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "deadlines", Deadlines(self.bound))
+from tailbound.protocol.sinks import StoreSink
+from tailbound.reduction import FORMATS, l2_norm, widen
+from tailbound.residual import Residual, Residuals
 
 
 class MeshRound:
@@ -86,12 +67,14 @@ class MeshRound:
         """My gradient to each owner."""
         self.ways_back: dict[int, Sender] = {}
         """My shard's mean to each rank."""
+        self._residuals: dict[int, Residual] = {}
+        """Of what I send to each owner, myself included."""
         self.values_N: NDArray[Any] | None = None
         self.p: float | None = None
         """Loss bound; None while it is not decided yet."""
         self.critical = True
         self._ends_L: tuple[int, ...] = ()
-        self.started_s = self.back_s = FOREVER_S
+        self.started_s = self.back_s = math.inf
         """When this rank began; when the first sign of a mean came."""
 
     @property
@@ -117,7 +100,7 @@ class MeshRound:
         if arrival is None:
             assert self._sum is not None  # ``expects`` said so
             layout = self.layout(key, peer)
-            arrival = self._make_receiver(key, layout, self._sum.sink, peer, now)
+            arrival = self.plan.make_receiver(key, layout, self._sum.sink, peer, now)
             self.arrivals[peer] = arrival
             self._bound_arrival(peer, arrival)
         return arrival
@@ -147,6 +130,8 @@ class MeshRound:
         self.values_N, self.started_s = values_N, now
         self.begins[plan.rank] = begin
         self._ends_L = ends_L
+        if plan.residuals is not None and begin.weight > 0:
+            self._add_lost(plan.residuals, values_N, begin.loss_scale)
         if self._sum is not None:
             self._sum.put_own(values_N, begin.weight)
             for arrival in self.arrivals.values():
@@ -159,16 +144,13 @@ class MeshRound:
                 continue
             part_E = values_N[shard.first : shard.stop]
             sink = StoreSink(part_E, shard.layout)
-            self.backs[owner] = self._make_receiver(
+            self.backs[owner] = plan.make_receiver(
                 self.back_key, shard.layout, sink, owner, now
             )
             if begin.weight > 0:
-                self.ways_in[owner] = self._make_sender(
-                    self.key,
-                    shard.layout,
-                    self._order(part_E, shard.layout),
-                    owner,
-                    now,
+                order_C = plan.send_order(self.key, part_E, shard.layout, self.format)
+                self.ways_in[owner] = plan.make_sender(
+                    self.key, shard.layout, order_C, owner, now
                 )
 
     def rows(self, key: RoundKey, peer: int) -> BucketBytes:
@@ -235,10 +217,24 @@ class MeshRound:
         order_C = send_order("fixed", shard.layout.num_chunks, counter=0, share=0.0)
         for turn in range(1, plan.world_size):
             peer = (plan.rank + turn) % plan.world_size
-            self.ways_back[peer] = self._make_sender(
+            self.ways_back[peer] = plan.make_sender(
                 self.back_key, shard.layout, order_C, peer, now
             )
         return mean
+
+    def take_told(self, rank: int, mean: ShardMean) -> bool:
+        """An owner announced the mean of its shard; False if it cannot be that."""
+        if (
+            rank not in self.backs
+            or rank in self.means
+            or mean.bucket != self.key.bucket
+            or len(mean.squares) != self.begins[self.plan.rank].num_norms
+            or not 0 <= mean.missing <= mean.num_chunks
+            or any(square < 0 for square in mean.squares)
+        ):
+            return False
+        self.means[rank] = mean
+        return True
 
     @property
     def is_complete(self) -> bool:
@@ -262,7 +258,10 @@ class MeshRound:
         )
 
     def sum_up(self) -> RoundSum:
-        """What this round adds to its step."""
+        """What this round adds to its step; what it lost is kept for the next."""
+        for owner, residual in self._residuals.items():
+            way_in = self.ways_in.get(owner)
+            residual.note(None if way_in is None else way_in.arrived_C)
         means = [self.means[rank] for rank in sorted(self.means)]
         return sum_round(self.index, self.begins[0], means)
 
@@ -287,6 +286,27 @@ class MeshRound:
         return RoundTimeoutError(names, self.key.describe(), missing, num, waited_s)
 
     # -- inside -------------------------------------------------------------------
+
+    def _add_lost(
+        self, residuals: Residuals, values_N: NDArray[Any], loss_scale: float
+    ) -> None:
+        """Add what this rank still owes each owner.
+
+        It loses nothing to itself, but its own shard has the senders' momentum too.
+        """
+        for owner, shard in enumerate(self.shards):
+            is_own = owner == self.plan.rank
+            if shard is None or (is_own and not self.plan.bound.residual_momentum):
+                continue
+            residual = residuals.of(
+                (self.key.bucket, owner),
+                shard.layout.num_elements,
+                shard.layout.elements_per_chunk,
+                self.format,
+            )
+            part_E = values_N[shard.first : shard.stop]
+            residual.apply(part_E, loss_scale=loss_scale)
+            self._residuals[owner] = residual
 
     def _bound_arrival(self, peer: int, arrival: Receiver) -> None:
         if self.p is not None:  # without a bound nothing may be missing
@@ -339,53 +359,4 @@ class MeshRound:
         return tuple(
             l2_norm(wide_E[start:stop]) ** 2
             for start, stop in itertools.pairwise(cuts_L.tolist())
-        )
-
-    def _order(self, part_E: NDArray[Any], layout: ChunkLayout) -> NDArray[np.int64]:
-        bound = self.plan.bound
-        norm_C = None
-        if bound.order == "norm":
-            norm_C = chunk_norms(widen(part_E, self.format), layout.elements_per_chunk)
-        return send_order(
-            bound.order,
-            layout.num_chunks,
-            counter=self.key.counter,
-            share=self.plan.rank / self.plan.world_size,
-            norm_C=norm_C,
-        )
-
-    def _make_sender(
-        self,
-        key: RoundKey,
-        layout: ChunkLayout,
-        order_C: NDArray[np.int64],
-        peer: int,
-        now: float,
-    ) -> Sender:
-        is_back = key.direction is Direction.BACK
-        return Sender(
-            key,
-            layout,
-            order_C,
-            peer=peer_name(peer),
-            now=now,
-            window_bytes=self.plan.limits.window_bytes,
-            # The round has a deadline, which names every rank that is late.
-            timeout_s=FOREVER_S,
-            silence_s=self.plan.limits.silence_s,
-            is_ascending=is_back or self.plan.bound.order != "norm",
-        )
-
-    def _make_receiver(
-        self, key: RoundKey, layout: ChunkLayout, sink: Sink, peer: int, now: float
-    ) -> Receiver:
-        return Receiver(
-            key,
-            layout,
-            sink,
-            loss_bound=0.0,
-            peer=peer_name(peer),
-            now=now,
-            timeout_s=FOREVER_S,
-            window_bytes=self.plan.limits.window_bytes,
         )

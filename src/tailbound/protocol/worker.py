@@ -89,9 +89,7 @@ class WorkerEndpoint(Endpoint):
         # Each bucket has a detector of its own on the server.
         self._regimes = [(bound.p_low, True)] * len(buckets)
         self._weight = 0.0
-        self._residuals: Residuals | None = None
-        if bound.holes == "residual":
-            self._residuals = Residuals(momentum=bound.residual_momentum)
+        self._residuals = Residuals.for_bound(bound)
 
     def connect(self, link: Link, now: float) -> None:
         """The TCP connection to the server is there; introduce ourselves."""

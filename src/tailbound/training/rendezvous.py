@@ -174,15 +174,9 @@ def mesh_over(
         transport: how bytes travel.
 
     Raises:
-        ConfigError: the bound has ``holes="residual"``, which the server plan has only.
         UnreachableError: there is no way to a rank.
         PeerLostError: the store ended, or a rank did not come in time.
     """
-    if bound.holes == "residual":
-        raise ConfigError(
-            "holes='residual' works in the server plan only: set "
-            'Transport(plan="server"), or holes to "zero"'
-        )
 
     def meet(address: str) -> Meeting:
         return meet_in(
