@@ -139,6 +139,13 @@ class LossBound:
     """With ``residual``: momentum in [0, 1) that each sender applies to its gradient
     before it leaves, so that what comes late has it too; the optimizer must have none
     (Deep Gradient Compression). 0: the optimizer's own momentum, as ever."""
+    p_back: float = 0.0
+    """Share in [0, 1) of a mean that a rank may miss on the way back; 0 is exact (the
+    paper). What it missed comes with its next mean, so that replicas differ by little
+    in between (0033). In the sharded plan, with ``attach``."""
+    resync_every: int = 100
+    """With ``p_back``: steps after which parameters are made equal again, each as its
+    owner has it. ``StepReport.drift`` tells how far apart they were."""
     order: Order = "rotate"
     """Which chunks leave first: another start each round, always the same, or the
     largest norm first. The last to leave are the first to be given up."""
@@ -184,6 +191,13 @@ class LossBound:
             self.residual_momentum == 0.0 or self.holes == "residual",
             f"residual_momentum={self.residual_momentum} needs holes='residual', "
             f"not {self.holes!r}",
+        )
+        require(
+            0.0 <= self.p_back < 1.0, f"p_back is a share in [0, 1), not {self.p_back}"
+        )
+        require(
+            self.resync_every >= 1,
+            f"resync_every is 1 or more steps, not {self.resync_every}",
         )
         self._check_deadline()
 

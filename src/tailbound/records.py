@@ -123,6 +123,10 @@ class StepReport(
     with ``preempt="backward"``; 0 where there is none."""
     latency_s: tuple[float, ...] = ()
     """Compute time of each finished micro-batch; waiting for peers never counts."""
+    drift: float | None = None
+    """How far this rank's parameters were from the owners' when they were made equal
+    after this step: L2 norm of the difference over that of the parameters. None: they
+    were not (``LossBound.p_back``)."""
 
     def __post_init__(self) -> None:
         restore_nan(self, "norm", self.norm)

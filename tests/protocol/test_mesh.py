@@ -213,6 +213,74 @@ def test_the_counter_wraps() -> None:
         assert events[0].counter == (2**32 - 1, 0, 1)[step]
 
 
+# -- a lossy way back ------------------------------------------------------------
+
+
+def test_what_a_rank_missed_of_a_mean_comes_with_its_next_one() -> None:
+    """Five means of 2, then zeros: each rank gets 10 in the end, part of it late."""
+    net = started(
+        3,
+        LossBound(p_low=0.0, p_high=0.0, p_back=0.5),
+        impairments=Impairments(losses=(IndependentLoss(rate=0.3),), delay_s=0.001),
+        seed=3,
+    )
+    got = [np.zeros(4001, np.float32) for _ in range(3)]
+    has_differed = False
+    missing = 0
+
+    for step in range(25):
+        value = 1.0 if step < 5 else 0.0
+        grads = [np.full(4001, value * rank, np.float32) for rank in (1, 2, 3)]
+        events = net.all_reduce(grads, [1.0] * 3, step=step)
+        has_differed |= grads[0].tobytes() != grads[1].tobytes()
+        for sum_N, mean_N in zip(got, grads, strict=True):
+            sum_N += mean_N
+        ways_back = [event.reports[1] for event in events]
+        assert {report.p for report in ways_back} == {0.5}
+        assert all(2 * report.missing <= report.num_chunks for report in ways_back)
+        missing += sum(report.missing for report in ways_back)
+
+    assert has_differed
+    assert missing > 0
+    assert [set(sum_N.tolist()) for sum_N in got] == [{10.0}] * 3
+
+
+def test_an_owner_misses_nothing_of_its_own_mean() -> None:
+    net = started(
+        2,
+        LossBound(p_low=0.0, p_high=0.0, p_back=0.8),
+        impairments=Impairments(losses=(IndependentLoss(rate=0.5),), delay_s=0.001),
+        seed=3,
+    )
+    grads = [np.ones(5000, np.float32) for _ in range(2)]
+
+    net.all_reduce(grads, [1.0, 1.0])
+
+    # 14 chunks of 362 elements, 7 for each rank.
+    assert set(grads[0][:2534].tolist()) == set(grads[1][2534:].tolist()) == {1.0}
+    assert 0.0 in grads[0][2534:]
+    assert 0.0 in grads[1][:2534]
+
+
+def test_what_is_owed_may_be_forgotten() -> None:
+    net = started(
+        2,
+        LossBound(p_low=0.0, p_high=0.0, p_back=0.8),
+        impairments=Impairments(losses=(IndependentLoss(rate=0.5),), delay_s=0.001),
+        seed=3,
+    )
+    net.all_reduce([np.ones(5000, np.float32) for _ in range(2)], [1.0, 1.0])
+
+    for rank in net.ranks:
+        assert rank.plan is not None
+        rank.plan.forget_owed()
+    later = [np.zeros(5000, np.float32) for _ in range(2)]
+    net.all_reduce(later, [1.0, 1.0], step=1)
+
+    assert not later[0].any()
+    assert not later[1].any()
+
+
 # -- several rounds, ranks that are ahead ------------------------------------------
 
 

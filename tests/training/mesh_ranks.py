@@ -27,7 +27,7 @@ def run_mesh(
     def run(rank: int) -> Any:
         def make(specs: tuple[BucketSpec, ...]) -> Exchange:
             mesh = mesh_over(met, "mesh", rank, num, bound, used)
-            return MeshExchange(mesh, specs, per_layer=bound.per_layer)
+            return MeshExchange(mesh, specs, bound)
 
         return work(rank, make)
 

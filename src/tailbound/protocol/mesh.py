@@ -64,7 +64,8 @@ class MeshEndpoint(MeshMember):
             silence_s=silence_s,
         )
         self._first_counter = first_counter
-        self._plan: MeshPlan | None = None
+        self.plan: MeshPlan | None = None
+        """None before the start."""
         self._next_index = 0
         """Of this rank's next call."""
         self._rounds: dict[int, MeshRound] = {}
@@ -121,7 +122,7 @@ class MeshEndpoint(MeshMember):
         Raises:
             ConfigError: not started, or a number is out of range.
         """
-        if self._plan is None or dtype not in FORMATS:
+        if self.plan is None or dtype not in FORMATS:
             raise ConfigError(f"an all-reduce of {dtype}, or before the start")
         wire = FORMATS[dtype].wire
         if values_N.dtype != wire or values_N.ndim != 1 or not len(values_N):
@@ -205,9 +206,7 @@ class MeshEndpoint(MeshMember):
     # -- rounds -------------------------------------------------------------------
 
     def _begin_rounds(self, room_bytes: int, limits: Limits) -> None:
-        self._plan = MeshPlan(
-            self.rank, self.world_size, self.bound, room_bytes, limits
-        )
+        self.plan = MeshPlan(self.rank, self.world_size, self.bound, room_bytes, limits)
 
     def _awaited_in_rounds(self) -> Iterator[int]:
         for round_ in self._rounds.values():
@@ -236,8 +235,8 @@ class MeshEndpoint(MeshMember):
         if round_ is not None and not round_.begins and round_.shape != shape:
             round_ = None  # what was guessed from the step before was wrong
         if round_ is None:
-            assert self._plan is not None  # nothing is announced before the start
-            round_ = MeshRound(self._plan, index, begin.counter, begin.bucket, *shape)
+            assert self.plan is not None  # nothing is announced before the start
+            round_ = MeshRound(self.plan, index, begin.counter, begin.bucket, *shape)
             self._rounds[index] = round_
         self._shapes[begin.bucket] = shape
         if rank in round_.begins:
@@ -322,7 +321,7 @@ class MeshEndpoint(MeshMember):
     def _find_round(
         self, link: int, kind: int, bucket: int, counter: int
     ) -> RoundKey | None:
-        if self._plan is None:
+        if self.plan is None:
             return None
         index = self._index(counter)
         round_ = self._rounds.get(index)
@@ -331,7 +330,7 @@ class MeshEndpoint(MeshMember):
             is_ahead = 0 <= index - self._next_index < MAX_AHEAD
             if not is_ahead or shape is None or kind != Direction.IN:
                 return None
-            round_ = MeshRound(self._plan, index, counter, bucket, *shape)
+            round_ = MeshRound(self.plan, index, counter, bucket, *shape)
             self._rounds[index] = round_
         if bucket != round_.key.bucket or not round_.expects(
             kind, self.links[link].peer_rank
@@ -384,7 +383,7 @@ class MeshEndpoint(MeshMember):
             raise WireError(f"a mean that nobody waits for, of round {mean.counter}")
 
     def _phase(self) -> str:
-        if self._plan is None:
+        if self.plan is None:
             return "start-up"
         for round_ in self._rounds.values():
             if round_.values_N is not None:

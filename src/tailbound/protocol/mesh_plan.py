@@ -14,6 +14,7 @@ from tailbound.protocol.events import Direction, RoundKey, peer_name
 from tailbound.protocol.plan import Limits
 from tailbound.protocol.receiver import Receiver
 from tailbound.protocol.sender import Sender
+from tailbound.protocol.shards import Shard, cut_shards
 from tailbound.protocol.sinks import Sink
 from tailbound.reduction import WireFormat, chunk_norms, widen
 from tailbound.residual import Residuals
@@ -32,10 +33,26 @@ class MeshPlan:
     """Of what the other ranks send to this one; learned while they do."""
     residuals: Residuals | None = field(init=False, compare=False)
     """What of this rank's gradients was lost, with ``holes="residual"``."""
+    owed: Residuals | None = field(init=False, compare=False)
+    """What of this rank's means was lost, with ``p_back``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "deadlines", Deadlines(self.bound))
         object.__setattr__(self, "residuals", Residuals.for_bound(self.bound))
+        self.forget_owed()
+
+    def cut(
+        self, num_elements: int, itemsize: int, slot: int
+    ) -> tuple[Shard | None, ...]:
+        """Who owns which part of a bucket; see ``cut_shards``."""
+        return cut_shards(
+            num_elements, itemsize, self.room_bytes, self.world_size, slot
+        )
+
+    def forget_owed(self) -> None:
+        """Owe no mean: the parameters were made equal otherwise."""
+        owed = Residuals() if self.bound.p_back else None
+        object.__setattr__(self, "owed", owed)
 
     def send_order(
         self,
@@ -54,6 +71,21 @@ class MeshPlan:
             counter=key.counter,
             share=self.rank / self.world_size,
             norm_C=norm_C,
+        )
+
+    def back_order(
+        self, key: RoundKey, layout: ChunkLayout, peer: int
+    ) -> NDArray[np.int64]:
+        """The order in which a mean's chunks leave.
+
+        Where none is given up any order does. Else the last to leave, which are the
+        first to be given up, are others in each round and towards each peer.
+        """
+        return send_order(
+            "rotate" if self.bound.p_back else "fixed",
+            layout.num_chunks,
+            counter=key.counter,
+            share=peer / self.world_size,
         )
 
     def make_sender(
@@ -82,12 +114,12 @@ class MeshPlan:
     def make_receiver(
         self, key: RoundKey, layout: ChunkLayout, sink: Sink, peer: int, now: float
     ) -> Receiver:
-        """The receiver of one shard from one peer; exact until it is bounded."""
+        """The receiver of one shard from one peer; a gradient is bounded later."""
         return Receiver(
             key,
             layout,
             sink,
-            loss_bound=0.0,
+            loss_bound=self.bound.p_back if key.direction is Direction.BACK else 0.0,
             peer=peer_name(peer),
             now=now,
             timeout_s=math.inf,

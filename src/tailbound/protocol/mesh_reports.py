@@ -46,8 +46,8 @@ def describe_round(round_: MeshRound) -> tuple[RoundReport, ...]:
             RoundReport(
                 **_common(round_, [back.layout for back in round_.backs.values()]),
                 direction="back",
-                p=0.0,
-                missing=0,
+                p=round_.plan.bound.p_back,
+                missing=sum(one.missing for one in got),
                 sends=1 + max(one.probes for one in got),
                 probes=max(one.probes for one in got),
                 sent=sum(one.received for one in got),

@@ -4,6 +4,9 @@ Every rank owns a shard of the bucket. It sends the other shards' gradients to t
 owners and takes in its own, lossy within p; reduces; and sends the mean of its shard to
 all, exact. Both ways run on every link at once, by the machines of the server plan.
 
+With ``p_back`` a mean may be lost in part, too. Its owner keeps for every peer what
+that has not got, and adds it to the next mean that it sends there (docs/design/0033).
+
 Source: DESIGN, 2 and 3; spec N4 to N7.
 """
 
@@ -16,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailbound.errors import RoundTimeoutError, TailboundError
-from tailbound.protocol.chunks import ChunkLayout, send_order
+from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey, peer_name
 from tailbound.protocol.headers import BucketBytes
 from tailbound.protocol.ledger import RoundSum, sum_round
@@ -25,7 +28,6 @@ from tailbound.protocol.messages import ShardBegin, ShardMean
 from tailbound.protocol.receiver import Receiver, ReceiverState
 from tailbound.protocol.sender import Sender, SenderState
 from tailbound.protocol.shard_sum import ShardSum
-from tailbound.protocol.shards import cut_shards
 from tailbound.protocol.sinks import StoreSink
 from tailbound.reduction import FORMATS, l2_norm, widen
 from tailbound.residual import Residual, Residuals
@@ -48,13 +50,7 @@ class MeshRound:
         self.key = RoundKey(counter, slot, Direction.IN)
         self.back_key = RoundKey(counter, slot, Direction.BACK)
         self.format = FORMATS[dtype]
-        self.shards = cut_shards(
-            num_elements,
-            self.format.wire.itemsize,
-            plan.room_bytes,
-            plan.world_size,
-            slot,
-        )
+        self.shards = plan.cut(num_elements, self.format.wire.itemsize, slot)
         own = self.shards[plan.rank]
         self._sum = None if own is None else ShardSum(own, self.format)
         self.begins: dict[int, ShardBegin] = {}
@@ -69,6 +65,8 @@ class MeshRound:
         """My shard's mean to each rank."""
         self._residuals: dict[int, Residual] = {}
         """Of what I send to each owner, myself included."""
+        self._owed: dict[int, tuple[Residual, NDArray[Any]]] = {}
+        """With ``p_back``, by peer: what my means owe it, and what it is sent."""
         self.values_N: NDArray[Any] | None = None
         self.p: float | None = None
         """Loss bound; None while it is not decided yet."""
@@ -143,9 +141,8 @@ class MeshRound:
             if shard is None:
                 continue
             part_E = values_N[shard.first : shard.stop]
-            sink = StoreSink(part_E, shard.layout)
             self.backs[owner] = plan.make_receiver(
-                self.back_key, shard.layout, sink, owner, now
+                self.back_key, shard.layout, self._sink(owner), owner, now
             )
             if begin.weight > 0:
                 order_C = plan.send_order(self.key, part_E, shard.layout, self.format)
@@ -155,9 +152,12 @@ class MeshRound:
 
     def rows(self, key: RoundKey, peer: int) -> BucketBytes:
         """The data of my sender to this peer."""
-        owner = peer if key.direction is Direction.IN else self.plan.rank
-        shard = self.shards[owner]
+        is_back = key.direction is Direction.BACK
+        shard = self.shards[self.plan.rank if is_back else peer]
         assert shard is not None  # there is a sender
+        if is_back and peer in self._owed:
+            _, sent_E = self._owed[peer]
+            return BucketBytes(sent_E, shard.layout)
         assert self.values_N is not None  # it was started
         return BucketBytes(self.values_N[shard.first : shard.stop], shard.layout)
 
@@ -213,10 +213,11 @@ class MeshRound:
             sum(arrival.missing for arrival in arrivals),
         )
         self.means[plan.rank] = mean
-        # The way back is exact: no chunk is given up, any order does.
-        order_C = send_order("fixed", shard.layout.num_chunks, counter=0, share=0.0)
         for turn in range(1, plan.world_size):
             peer = (plan.rank + turn) % plan.world_size
+            if plan.owed is not None:
+                self._add_owed(plan.owed, peer, mean_E, shard.layout)
+            order_C = plan.back_order(self.back_key, shard.layout, peer)
             self.ways_back[peer] = plan.make_sender(
                 self.back_key, shard.layout, order_C, peer, now
             )
@@ -259,9 +260,15 @@ class MeshRound:
 
     def sum_up(self) -> RoundSum:
         """What this round adds to its step; what it lost is kept for the next."""
+        for owner, back in self.backs.items():
+            if owner in self.means and back.missing:
+                # There stands this rank's own gradient.
+                self._sink(owner).clear(~back.arrived_C)
         for owner, residual in self._residuals.items():
             way_in = self.ways_in.get(owner)
             residual.note(None if way_in is None else way_in.arrived_C)
+        for peer, (owed, _) in self._owed.items():
+            owed.note(self.ways_back[peer].arrived_C)
         means = [self.means[rank] for rank in sorted(self.means)]
         return sum_round(self.index, self.begins[0], means)
 
@@ -307,6 +314,28 @@ class MeshRound:
             part_E = values_N[shard.first : shard.stop]
             residual.apply(part_E, loss_scale=loss_scale)
             self._residuals[owner] = residual
+
+    def _add_owed(
+        self, owed: Residuals, peer: int, mean_E: NDArray[Any], layout: ChunkLayout
+    ) -> None:
+        """Make what a peer is sent: the mean, and what it missed of earlier ones."""
+        residual = owed.of(
+            (self.key.bucket, peer),
+            layout.num_elements,
+            layout.elements_per_chunk,
+            self.format,
+        )
+        sent_E = mean_E.copy()
+        loss_scale = self.begins[self.plan.rank].loss_scale
+        residual.apply(sent_E, loss_scale=loss_scale)
+        self._owed[peer] = residual, sent_E
+
+    def _sink(self, owner: int) -> StoreSink:
+        """Where the mean of another rank's shard goes."""
+        shard = self.shards[owner]
+        assert shard is not None  # it sends a mean
+        assert self.values_N is not None  # the round was started
+        return StoreSink(self.values_N[shard.first : shard.stop], shard.layout)
 
     def _bound_arrival(self, peer: int, arrival: Receiver) -> None:
         if self.p is not None:  # without a bound nothing may be missing

@@ -125,3 +125,10 @@ class StoreSink(_RowSink):
     def put_tail(self, row_E: NDArray[np.generic]) -> None:
         """See Sink."""
         self._tail_E[...] = row_E
+
+    def clear(self, missing_C: NDArray[np.bool_]) -> None:
+        """Put zeros where nothing came."""
+        full = len(self._rows_CE)
+        self._rows_CE[missing_C[:full]] = 0
+        if missing_C[full:].any():
+            self._tail_E[...] = 0

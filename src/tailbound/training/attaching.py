@@ -186,6 +186,19 @@ def _check_no_momentum(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _check_server_bound(bound: LossBound) -> None:
+    """Refuse what the server plan does not do.
+
+    Raises:
+        ConfigError: the way back may lose.
+    """
+    if bound.p_back:
+        raise ConfigError(
+            f'p_back={bound.p_back} needs Transport(plan="sharded"): the server\'s '
+            "way back is exact"
+        )
+
+
 def find_exchange(
     specs: tuple[BucketSpec, ...], network: LossBound | None, transport: Transport
 ) -> Exchange:
@@ -217,7 +230,8 @@ def find_exchange(
         return ProcessGroupExchange()
     if transport.plan == "sharded":
         mesh = join_mesh(place, network, transport)
-        return MeshExchange(mesh, specs, per_layer=network.per_layer)
+        return MeshExchange(mesh, specs, network)
+    _check_server_bound(network)
     address, server = find_server(place, transport)
     group = Group(
         address,

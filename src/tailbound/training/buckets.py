@@ -73,6 +73,18 @@ class FlatBucket:
             else:
                 parameter.grad.copy_(mean)
 
+    @torch.no_grad()
+    def pull_parameters(self) -> None:
+        """Copy the parameters themselves into the bucket; between steps."""
+        for parameter, place in zip(self.parameters, self._slices, strict=True):
+            place.copy_(parameter.reshape(-1))
+
+    @torch.no_grad()
+    def push_parameters(self) -> None:
+        """Copy the bucket into the parameters."""
+        for parameter, place in zip(self.parameters, self._slices, strict=True):
+            parameter.copy_(place.view(parameter.shape))
+
 
 def make_buckets(model: nn.Module) -> list[FlatBucket]:
     """One bucket for each dtype among the trainable parameters, in name order.

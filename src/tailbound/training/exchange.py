@@ -14,9 +14,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tailbound.config import LossBound
 from tailbound.errors import ConfigError, PeerLostError
 from tailbound.protocol.events import Reduced
 from tailbound.protocol.messages import BucketSpec
+from tailbound.training.resync import resync
 from tailbound.transport.group import Group
 from tailbound.transport.mesh import MeshGroup
 
@@ -31,6 +33,8 @@ class Exchange(ABC):
 
     rank: int
     world_size: int
+    resync_every: int = 0
+    """Steps after which replicas are to be made equal; 0: they cannot differ."""
 
     @abstractmethod
     def all_reduce(
@@ -69,6 +73,21 @@ class Exchange(ABC):
     def abort(self, reason: str) -> None:
         """Leave because of an error and tell the others, where that is possible."""
         self.close()
+
+    def is_resync_due(self, step: int) -> bool:
+        """True if replicas are to be made equal after this step."""
+        return self.resync_every > 0 and step % self.resync_every == 0
+
+    def resync(self, flats: Sequence[Tensor]) -> float:
+        """Take every parameter from its owner; see ``training.resync``.
+
+        Args:
+            flats: the parameters of each bucket, flat, in CPU memory. Overwritten.
+
+        Returns:
+            How far this rank was from the owners; 0 where replicas cannot differ.
+        """
+        return 0.0
 
     def regime_state(self) -> dict[str, Any] | None:
         """What the next loss bounds follow from, if this rank knows it."""
@@ -137,12 +156,13 @@ class MeshExchange(Exchange):
     """Over the bounded-loss transport, without a server."""
 
     def __init__(
-        self, mesh: MeshGroup, specs: Sequence[BucketSpec], *, per_layer: bool
+        self, mesh: MeshGroup, specs: Sequence[BucketSpec], bound: LossBound
     ) -> None:
         self._mesh = mesh
         self.rank, self.world_size = mesh.rank, mesh.world_size
+        self.resync_every = bound.resync_every if bound.p_back else 0
         self._buckets = [
-            (spec.dtype, _ends(spec) if per_layer else ()) for spec in specs
+            (spec.dtype, _ends(spec) if bound.per_layer else ()) for spec in specs
         ]
         self._turn = 0
 
@@ -184,6 +204,10 @@ class MeshExchange(Exchange):
     def abort(self, reason: str) -> None:
         """See Exchange."""
         self._mesh.abort(reason)
+
+    def resync(self, flats: Sequence[Tensor]) -> float:
+        """See Exchange."""
+        return resync(self._mesh, flats, [dtype for dtype, _ in self._buckets])
 
     def regime_state(self) -> dict[str, Any] | None:
         """See Exchange; equal on all ranks."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tailbound.compute.budget import Budget, StepSample
-from tailbound.compute.compensation import extra_steps, normalize_factor
+from tailbound.compute.compensation import extra_steps
 from tailbound.errors import JobClosedError
 from tailbound.protocol.events import Reduced
 from tailbound.records import Record, RoundReport, StepReport, ThresholdReport
@@ -23,6 +23,11 @@ from tailbound.training.epochs import Epochs
 from tailbound.training.exchange import Exchange
 from tailbound.training.job_state import resume_from, take_state
 from tailbound.training.leaving import describe, note_closed, note_open
+from tailbound.training.reducing import (
+    push_gradients,
+    reduce_gradients,
+    resync_parameters,
+)
 from tailbound.training.step_records import describe_step, label_rounds
 
 _log = logging.getLogger("tailbound")
@@ -192,13 +197,16 @@ class Job:
         begun_s = time.perf_counter()
         compute_s = begun_s - self._ended_s
         self._step += 1
-        reduced = self._reduce(work, loss_scale)
+        reduced = reduce_gradients(
+            self._exchange, self._buckets, work, self._optimizer, loss_scale
+        )
         if self._held is not None:
             self._held.share_buffers(self._exchange.all_gather, self.rank)
         exchange_s = time.perf_counter() - begun_s
         skipped = reduced[0].total_weight == 0
         if not skipped:
-            self._apply(reduced[0])
+            push_gradients(self._buckets, reduced[0], self._budget)
+            self._optimizer.step()
         elif self.rank == 0 and not self._told_skip:
             self._told_skip = True
             _log.warning(
@@ -207,6 +215,8 @@ class Job:
                 self._step,
             )
         self._optimizer.zero_grad()
+        is_due = self._exchange.is_resync_due(self._step)
+        drift = resync_parameters(self._exchange, self._buckets) if is_due else None
         self.rounds = label_rounds(reduced, run=self._run, step=self._step)
         report = describe_step(
             reduced,
@@ -218,6 +228,7 @@ class Job:
             compute_s=compute_s,
             exchange_s=exchange_s,
             threshold_s=threshold_s,
+            drift=drift,
         )
         self._epochs.end_step(int(work.computed))
         self._accumulation.clear()
@@ -246,8 +257,29 @@ class Job:
             return self.threshold_report
         return None
 
+    def resync(self) -> float:
+        """Make the parameters of all ranks equal; all ranks call it together.
+
+        With ``LossBound(p_back=...)`` replicas differ a little between steps. This
+        happens every ``resync_every`` steps and in ``state_dict``; call it before you
+        evaluate or save a model.
+
+        Returns:
+            How far this rank was from the others: the L2 norm of the difference over
+            that of the parameters; 0 without ``p_back``, where replicas never differ.
+
+        Raises:
+            TailboundError: the exchange failed; the job is over.
+        """
+        self._require_open()
+        drift = resync_parameters(self._exchange, self._buckets)
+        self._ended_s = time.perf_counter()
+        return drift
+
     def state_dict(self) -> dict[str, Any]:
         """What the bounds have learned, for a checkpoint; all ranks call it together.
+
+        With ``p_back`` the parameters are made equal first: save the model after it.
 
         Steps done, the regime (in the server plan the server has it, and it is left
         out), the compute bound's threshold and samples, and the place of the sampler
@@ -259,7 +291,7 @@ class Job:
         Raises:
             TailboundError: the exchange failed; the job is over.
         """
-        self._require_open()
+        self.resync()
         state = take_state(self._exchange, self._budget, self._epochs, self._step)
         self._ended_s = time.perf_counter()
         return state
@@ -282,43 +314,6 @@ class Job:
         self._require_open()
         self._step = resume_from(state, self._exchange, self._budget, self._epochs)
         self._ended_s = time.perf_counter()
-
-    def _reduce(self, work: Work, loss_scale: float) -> list[Reduced]:
-        learning_rate = self._optimizer.param_groups[0].get("lr")
-        if learning_rate is not None:
-            learning_rate = float(learning_rate)
-        reduced: list[Reduced] = []
-        for bucket in self._buckets:
-            bucket.pull()
-            reduced.append(
-                self._exchange.all_reduce(
-                    bucket.flat,
-                    bucket.values_N,
-                    work.weight,
-                    learning_rate=learning_rate,
-                    loss_scale=loss_scale,
-                    computed=work.computed,
-                    planned=work.planned,
-                    is_last=bucket is self._buckets[-1],
-                )
-            )
-        return reduced
-
-    def _apply(self, reduced: Reduced) -> None:
-        """Normalise the mean as the bound says, and step."""
-        factor = 1.0
-        if self._budget is not None:
-            factor = normalize_factor(
-                self._budget.bound.normalize,
-                reduced.total_computed,
-                reduced.total_planned,
-                self._budget.mean_dropped_share,
-            )
-        for bucket in self._buckets:
-            if factor != 1.0:
-                bucket.flat.mul_(factor)
-            bucket.push()
-        self._optimizer.step()
 
     def _bound_next(
         self, reduced: Reduced, work: Work, exchange_s: float, step_s: float

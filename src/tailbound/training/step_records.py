@@ -32,6 +32,7 @@ def describe_step(
     compute_s: float,
     exchange_s: float,
     threshold_s: float | None,
+    drift: float | None = None,
 ) -> StepReport:
     """One step as one rank saw it.
 
@@ -45,6 +46,7 @@ def describe_step(
         compute_s: from the end of the last step to the start of the exchange.
         exchange_s: the exchange, waiting for slower ranks included.
         threshold_s: that held in this step, if one did.
+        drift: between the replicas, if they were made equal after it.
     """
     ways_in = [report for report in rounds if report.direction == "in"]
     num_chunks = sum(report.num_chunks for report in ways_in)
@@ -78,4 +80,5 @@ def describe_step(
         overshoot_s=work.overshoot_s,
         partial_share=work.partial_share,
         latency_s=work.latency_s,
+        drift=drift,
     )

@@ -28,6 +28,8 @@ from tailbound.protocol.events import (
     peer_name,
 )
 from tailbound.protocol.mesh import MeshEndpoint
+from tailbound.protocol.mesh_plan import MeshPlan
+from tailbound.reduction import FORMATS
 from tailbound.transport.addresses import listen
 from tailbound.transport.links import join_peer, open_link
 from tailbound.transport.member import Member, warn_if_given_up
@@ -264,6 +266,39 @@ class MeshGroup(Member):
         self._require_open()
         self._driver.call(lambda: self._endpoint.all_gather(data, time.monotonic()))
         return self._wait(Gathered, "an all-gather").parts
+
+    def shards(self, num_elements: int, dtype: str, slot: int) -> tuple[slice, ...]:
+        """Which elements of a bucket each rank reduces.
+
+        Args:
+            num_elements: N of the bucket.
+            dtype: its wire format.
+            slot: order of the bucket in its step.
+
+        Returns:
+            One slice for each rank, empty where it reduces none.
+        """
+        shards = self._plan.cut(num_elements, FORMATS[dtype].wire.itemsize, slot)
+        return tuple(
+            slice(0, 0) if shard is None else slice(shard.first, shard.stop)
+            for shard in shards
+        )
+
+    def forget_owed(self) -> None:
+        """Owe the others no part of a mean: their parameters are made equal to ours.
+
+        For ``LossBound.p_back``; between steps, when no all-reduce is under way.
+
+        Raises:
+            TailboundError: the job has failed or is closed.
+        """
+        self._require_open()
+        self._run(self._plan.forget_owed)
+
+    @property
+    def _plan(self) -> MeshPlan:
+        assert self._endpoint.plan is not None  # it has started
+        return self._endpoint.plan
 
     def regime_state(self) -> dict[str, Any]:
         """What the next loss bounds follow from, as plain data; equal on all ranks.
