@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types contracts unit examples clean
+.PHONY: help demo test test-faults lint format types contracts unit examples clean
 
 help:
 	@echo "make demo    train over a lossy network, twice, and write a report"
 	@echo "make test    every check that CI runs"
+	@echo "make test-faults  faults that strike a job of three hosts (root), as a table"
 	@echo "make clean   remove what the two have made"
 
 # The stamps hold what was installed; sources are installed editable.
@@ -50,6 +51,10 @@ unit: $(VENV)/.dev
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --fail-under=95
 	$(BIN)/coverage report --include='*/tailbound/protocol/*,*/tailbound/reduction.py' --fail-under=100
+
+# Part of unit; alone it takes minutes instead of a quarter of an hour.
+test-faults: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults $(ARGS)
 
 examples: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 examples/server_plan.py
