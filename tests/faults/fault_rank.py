@@ -3,8 +3,8 @@
 Run as ``python tests/faults/fault_rank.py JSON`` with torchrun's variables set. Prints
 the number of each step that is over, and at the end the digest of the parameters.
 
-The JSON: ``steps``; ``transport``, its settings; ``fail_at`` with ``fail_how``, what this
-rank's own code does in that step; ``records``, a file to write them to.
+The JSON: ``steps``; ``transport``, its settings; ``fail_at`` with ``fail_how``, what
+this rank's own code does in that step; ``records``, a file to write them to.
 """
 
 import json
