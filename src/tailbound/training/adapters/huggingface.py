@@ -56,11 +56,19 @@ class BoundedReduction:
         super().__init__(*args, **kwargs)
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train; an error is told to the other ranks."""
+        """Train; an error is told to the other ranks.
+
+        Raises:
+            TailboundError: the exchange failed; not DDP's RuntimeError about it.
+        """
+        state: DdpState = self.bounded_state
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
-            self.bounded_state.abort(describe(error))
+            failure = state.error if isinstance(error, RuntimeError) else None
+            state.abort(describe(failure or error))
+            if failure is not None:
+                raise failure from error
             raise
 
     def training_step(
