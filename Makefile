@@ -21,7 +21,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[demo,dev]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[demo,dev,adapters]"
 	touch $@
 
 demo: $(VENV)/.demo
@@ -61,6 +61,9 @@ examples: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 examples/both_bounds.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ddp_hook.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/fsdp_replicas.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/lightning_callback.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/hf_trainer.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/accelerate_loop.py
 	rm -rf $(VENV)/traces
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/record_trace.py $(VENV)/traces
 	$(BIN)/tailbound plan $(VENV)/traces

@@ -241,9 +241,56 @@ def lost() -> str:
     return "no error"
 
 
+def weighted() -> list[Any]:
+    """Gradients that are sums in float16 already; 1 of 4 micro-batches, and 2 of 2."""
+    model = nn.Linear(1, 1, bias=False).half()
+    ddp = DistributedDataParallel(model)
+    state = tailbound.ddp_state(network=EXACT, transport=QUICK)
+    ddp.register_comm_hook(state, lambda s, bucket: s.reduce(bucket, is_weighted=True))
+    rank = dist.get_rank()
+    state.weight = [0.25, 1.0][rank]
+    state.computed, state.planned = [(1, 4), (2, 2)][rank]
+    ddp(torch.full((1, 1), [50000.0, 10000.0][rank]).half()).sum().backward()
+    state.close()
+    report = state.last_step
+    assert report is not None
+    assert model.weight.grad is not None
+    return [
+        model.weight.grad.item(),
+        report.computed,
+        report.planned,
+        report.total_computed,
+        report.total_planned,
+    ]
+
+
+def observed() -> str:
+    """An error that on_record raises comes with its own type."""
+
+    def on_record(record: Any) -> None:
+        raise ValueError("disk full")
+
+    ddp = DistributedDataParallel(build())
+    state = tailbound.ddp_state(network=EXACT, transport=QUICK, on_record=on_record)
+    ddp.register_comm_hook(state, tailbound.bounded_allreduce)
+    try:
+        ddp(batch(0)).square().mean().backward()
+    except RuntimeError:
+        try:
+            state.raise_if_failed()
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+    finally:
+        state.close()
+    return "no error"
+
+
 MODES: dict[str, Callable[[], Any]] = {
     mode.__name__: mode
-    for mode in (matrix, lossy, uneven, two_modules, wrapped, copies, sparse, lost)
+    for mode in (
+        *(matrix, lossy, uneven, two_modules, wrapped, copies, sparse, lost),
+        *(weighted, observed),
+    )
 }
 
 if __name__ == "__main__":

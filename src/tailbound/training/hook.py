@@ -10,7 +10,6 @@ the first step.
 Source: FIELD S07 to S11, what users of hooks reported; docs/design/0030.
 """
 
-import logging
 import math
 import threading
 import time
@@ -19,41 +18,36 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from tailbound.config import LossBound, Transport
-from tailbound.errors import ConfigError, JobClosedError, TailboundError
+from tailbound.errors import ConfigError, TailboundError
 from tailbound.protocol.events import Reduced
-from tailbound.records import Record, StepReport
-from tailbound.training.accumulate import Work
+from tailbound.records import Record
 from tailbound.training.buckets import NAMES
-from tailbound.training.leaving import note_closed, note_open
+from tailbound.training.mesh_steps import (
+    MeshSteps,
+    check_gradient,
+    check_settings,
+    multiply,
+    wire_values,
+)
 from tailbound.training.rendezvous import find_place, join_mesh
-from tailbound.training.step_records import describe_step, label_rounds
 from tailbound.transport.mesh import Answer, MeshGroup
 
-_log = logging.getLogger("tailbound")
 
-
-class DdpState:
+class DdpState(MeshSteps):
     """What the hook keeps between its calls. Made by ``ddp_state``.
 
     It is plain data but for its connections: a copy, or one that was pickled, meets
     the other ranks anew, with any number of them, at its first use.
     """
 
-    weight: float
-    """What is behind this rank's next gradients, such as its samples or tokens; the
-    mean is weighted by it. Set it before the backward; 1 counts all ranks alike."""
-    loss_scale: float
-    """Factor that the loss is multiplied by (AMP's scaler), for the detector."""
-    error: TailboundError | ConfigError | None
-    """Why the job failed, if it did: DDP shows hook errors as plain RuntimeErrors."""
-    last_step: StepReport | None
-    """What the newest complete step cost and lost."""
+    error: Exception | None
+    """Why the job failed, if it did: DDP shows hook errors as plain RuntimeErrors. One
+    that ``on_record`` raised counts too."""
 
     def __init__(
         self,
@@ -63,22 +57,13 @@ class DdpState:
         run: str,
     ) -> None:
         self.network, self.transport = network, transport
-        self.run = run
-        self.weight = self.loss_scale = 1.0
-        self.step = 0
-        """Steps that were begun."""
         self.error = None
-        self.last_step = None
-        self._on_record = on_record
-        self._open_parts()
+        super().__init__(on_record, run)
 
     def _open_parts(self) -> None:
-        """What a copy does not take along."""
-        self._mesh: MeshGroup | None = None
+        super()._open_parts()
         self._lock = threading.Lock()
-        self._is_closed = False
         self._begun_s: float | None = None
-        self._ended_s = time.perf_counter()
         self._reduced: list[Reduced] = []
         self._num_begun = 0
         self._is_step_whole = False
@@ -94,12 +79,13 @@ class DdpState:
         self.loss_scale = float(state["loss_scale"])
 
     def __getstate__(self) -> dict[str, Any]:
-        settings = {"network": self.network, "transport": self.transport}
-        return {**self.state_dict(), **settings, "run": self.run}
+        names = ("network", "transport", "run", "planned", "computed")
+        return {**self.state_dict(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.network, self.transport = state["network"], state["transport"]
         self.run, self.error, self.last_step = state["run"], None, None
+        self.planned, self.computed = state["planned"], state["computed"]
         self._on_record = None
         self.load_state_dict(state)
         self._open_parts()
@@ -109,33 +95,39 @@ class DdpState:
         if self.error is not None:
             raise self.error
 
-    def close(self) -> None:
-        """Say goodbye to the other ranks. Closing twice is fine."""
-        if self._leave() and self._mesh is not None:
-            self._mesh.close()
-
-    def abort(self, reason: str) -> None:
-        """Leave because of an error; the other ranks are told the reason."""
-        if self._leave() and self._mesh is not None:
-            self._mesh.abort(reason)
-
-    def _leave(self) -> bool:
-        if self._is_closed:
-            return False
-        self._is_closed = True
-        note_closed(self)
-        return True
+    def _join(self) -> MeshGroup:
+        return join_mesh(find_place(), self.network, self.transport)
 
     # -- what the hook does ----------------------------------------------------
 
-    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Start the exchange of one bucket; see ``bounded_allreduce``."""
-        if self._is_closed:
-            raise JobClosedError("the hook's state is closed; register a new one")
+    def reduce(
+        self, bucket: GradBucket, *, is_weighted: bool = False
+    ) -> Future[Tensor]:
+        """Start the exchange of one bucket; see ``bounded_allreduce``.
+
+        Args:
+            bucket: what DDP hands over.
+            is_weighted: the gradients are multiplied by the weight already, as sums
+                over samples are.
+        """
+        try:
+            return self._start(bucket, is_weighted)
+        except (TailboundError, ConfigError) as error:
+            self.error = self.error or error
+            raise
+
+    def _start(self, bucket: GradBucket, is_weighted: bool) -> Future[Tensor]:
+        self._require_open()
         buffer, is_last = bucket.buffer(), bucket.is_last()
-        self._check(buffer)
-        done: Future[Tensor] = Future()
+        flat = buffer.detach()
+        factor = 1.0 if is_weighted and self.weight else self.weight
+        check_gradient(flat, factor)
+        done: Future[Tensor] = Future(devices=future_devices(buffer.device))
         if find_place().world_size == 1:
+            if is_weighted and self.weight:
+                flat.div_(self.weight)
+            elif is_weighted:
+                flat.zero_()
             done.set_result(buffer)
             return done
         mesh = self._meet()
@@ -146,28 +138,26 @@ class DdpState:
                 self._reduced, self._num_begun = [], 0
             self._num_begun += 1
             self._is_step_whole = is_last
-        flat = buffer.detach()
-        if self.weight != 1.0:
-            flat.mul_(self.weight)
-        values = flat.cpu() if flat.is_cuda else flat
+        multiply(flat, factor)
+        values = flat.cpu()
 
         def finish(answer: Answer) -> None:
-            if isinstance(answer, Exception):
-                self.error = self.error or answer
-                _fail(done, answer)
-                return
             try:
+                if isinstance(answer, Exception):
+                    raise answer
                 if values is not flat:
                     flat.copy_(values)
                 self._note(answer)
             except Exception as error:  # noqa: BLE001 - on_record is the user's
                 # Whoever waits for the bucket must hear of it, and nobody else would.
-                _fail(done, error)
+                self.error = self.error or error
+                # torch's annotation asks for the future's type; an exception is meant.
+                done.set_exception(error)  # type: ignore[arg-type]
             else:
                 done.set_result(buffer)
 
         mesh.start(
-            _values(values),
+            wire_values(values),
             dtype=NAMES[buffer.dtype],
             weight=self.weight,
             step=self.step,
@@ -175,31 +165,10 @@ class DdpState:
             on_done=finish,
             ends_L=_ends(bucket) if self.network.per_layer else (),
             loss_scale=self.loss_scale,
+            computed=self.computed,
+            planned=self.planned,
         )
         return done
-
-    def _check(self, buffer: Tensor) -> None:
-        """Refuse what cannot travel.
-
-        Raises:
-            ConfigError: a sparse gradient, or one of an integer or complex dtype.
-        """
-        if buffer.layout is not torch.strided:
-            raise ConfigError(
-                "sparse gradients do not travel within a loss bound; build the "
-                "embedding with sparse=False"
-            )
-        if buffer.dtype not in NAMES:
-            allowed = ", ".join(NAMES.values())
-            raise ConfigError(
-                f"a gradient of {buffer.dtype}; those of {allowed} travel"
-            )
-
-    def _meet(self) -> MeshGroup:
-        if self._mesh is None:
-            self._mesh = join_mesh(find_place(), self.network, self.transport)
-            note_open(self)
-        return self._mesh
 
     def _note(self, reduced: Reduced) -> None:
         """One bucket is through; with the last one the step is."""
@@ -209,34 +178,9 @@ class DdpState:
                 return
             parts = sorted(self._reduced, key=lambda event: event.bucket)
             begun_s, self._begun_s = self._begun_s or 0.0, None
-        now_s = time.perf_counter()
-        rounds = label_rounds(parts, run=self.run, step=self.step)
-        work = Work(
-            weight=self.weight,
-            planned=1,
-            computed=1.0,
-            partial_share=0.0,
-            latency_s=(),
-            overshoot_s=None,
-            loss=None,
-        )
-        self.last_step = describe_step(
-            parts,
-            rounds,
-            work,
-            run=self.run,
-            rank=find_place().rank,
-            step=self.step,
-            # The exchange overlaps with the backward: from its first bucket on.
-            compute_s=begun_s - self._ended_s,
-            exchange_s=now_s - begun_s,
-            threshold_s=None,
-        )
-        self._ended_s = now_s
-        if self._on_record is not None:
-            for report in rounds:
-                self._on_record(report)
-            self._on_record(self.last_step)
+        # The exchange overlaps with the backward: from its first bucket on.
+        exchange_s = time.perf_counter() - begun_s
+        self._tell(parts, rank=find_place().rank, exchange_s=exchange_s)
 
 
 def ddp_state(
@@ -257,14 +201,7 @@ def ddp_state(
     Raises:
         ConfigError: no loss bound, or the server plan.
     """
-    transport = transport or Transport()
-    if not isinstance(network, LossBound):
-        raise ConfigError(f"network is a tailbound.LossBound, not {network!r}")
-    if transport.plan != "sharded":
-        raise ConfigError(
-            'the hook reduces without a server: leave Transport(plan="sharded"), or '
-            "use tailbound.attach with the server plan"
-        )
+    transport = check_settings(network, transport)
     return DdpState(network, transport, on_record, run)
 
 
@@ -281,7 +218,8 @@ def bounded_allreduce(state: DdpState, bucket: GradBucket) -> Future[Tensor]:
         ranks, bit-identical on all of them. It is completed in the transport's thread.
 
     Raises:
-        ConfigError: the bucket cannot travel.
+        ConfigError: the bucket cannot travel; or it is float16 and ``state.weight`` is
+            over 1, which could overflow: give weights that are shares of the largest.
         TailboundError: the job has failed. Through DDP it arrives as it is here, and
             as a RuntimeError with the same words where the future carries it;
             ``state.error`` is the error itself.
@@ -291,23 +229,16 @@ def bounded_allreduce(state: DdpState, bucket: GradBucket) -> Future[Tensor]:
             "register_comm_hook(tailbound.ddp_state(...), tailbound.bounded_allreduce):"
             f" the state is {type(state).__name__}"
         )
-    try:
-        return state.reduce(bucket)
-    except (TailboundError, ConfigError) as error:
-        state.error = state.error or error
-        raise
+    return state.reduce(bucket)
 
 
-def _fail(done: Future[Tensor], error: Exception) -> None:
-    # torch's own annotation asks for the future's type here; any exception is meant.
-    done.set_exception(error)  # type: ignore[arg-type]
+def future_devices(device: torch.device) -> list[int | str | torch.device]:
+    """What the future of a bucket on this device must know of.
 
-
-def _values(flat: Tensor) -> NDArray[Any]:
-    """The tensor's memory; bfloat16, which NumPy lacks, as uint16."""
-    if flat.dtype is torch.bfloat16:
-        return flat.view(torch.uint16).numpy()
-    return flat.numpy()
+    A GPU's mean is copied back in a stream of the transport's thread: with its device
+    the future makes those who take the bucket from it wait for that copy.
+    """
+    return [] if device.type == "cpu" else [device]
 
 
 def _ends(bucket: GradBucket) -> tuple[int, ...]:

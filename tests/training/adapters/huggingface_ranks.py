@@ -1,11 +1,13 @@
 """One rank of two under Hugging Face's Trainer and under Accelerate, on the CPU."""
 
+import contextlib
 import os
 import tempfile
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -129,8 +131,9 @@ def train(
         )
         trainer.train()
     state.close()
-    assert state.last_step is not None
-    return [seen.seen, state.last_step.total_weight]
+    step = state.last_step
+    assert step is not None
+    return [seen.seen, step.total_weight, [step.total_computed, step.total_planned]]
 
 
 def items() -> list[Any]:
@@ -180,8 +183,8 @@ def failed() -> str:
         train(Broken(), 2 * [3 * [(3.0, 1)]], micro_batches=1)
     except ValueError as error:
         return str(error)
-    except (RuntimeError, tailbound.TailboundError) as error:
-        return str(error).splitlines()[0]
+    except tailbound.TailboundError as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 
@@ -230,10 +233,59 @@ def accelerate_dropped() -> list[Any]:
     return [float(model.w.grad)]  # type: ignore[arg-type]
 
 
+def twice() -> list[Any]:
+    """Two forwards in a micro-batch, of two in a window: both ranks' 3, 5 and 1, 7."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Mean()
+    loader = torch.utils.data.DataLoader(
+        Parts([[(3.0, 1), (5.0, 1)], [(1.0, 1), (7.0, 1)]])
+    )
+    prepared, loader = accelerator.prepare(model, loader)
+    state = tailbound.ddp_state(network=EXACT, transport=QUICK)
+    bound(accelerator, prepared, state)
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            loss = prepared(**batch)["loss"] + prepared(**batch)["loss"]
+            accelerator.backward(loss)
+    state.close()
+    step = state.last_step
+    assert step is not None
+    grad = float(model.w.grad)  # type: ignore[arg-type]
+    return [grad, step.total_computed, step.total_planned]
+
+
+def by_hand() -> list[Any]:
+    """The loop accumulates and divides, and Accelerate knows nothing of it."""
+    accelerator = Accelerator(cpu=True)
+    model = Mean()
+    prepared = accelerator.prepare(model)
+    state = tailbound.ddp_state(network=EXACT, transport=QUICK)
+    bound(accelerator, prepared, state)
+    numbers = [[3.0, 5.0], [1.0, 7.0]][RANK]
+    for turn, number in enumerate(numbers):
+        x, labels = torch.full((1, 1), number), torch.zeros(1, 1)
+        with contextlib.nullcontext() if turn else accelerator.no_sync(prepared):
+            accelerator.backward(prepared(x, labels)["loss"] / 2)
+    state.close()
+    return [float(model.w.grad)]  # type: ignore[arg-type]
+
+
+def each_batch() -> str:
+    """Accelerate is told to reduce in each micro-batch."""
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    prepared = accelerator.prepare(Mean())
+    try:
+        bound(accelerator, prepared, tailbound.ddp_state())
+    except tailbound.ConfigError as error:
+        return str(error)
+    return "no error"
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     modes = (
         *(items, items_dropped, items_of_each_rank, means_dropped, last_window),
-        *(accelerate, accelerate_dropped, failed),
+        *(accelerate, accelerate_dropped, twice, by_hand, each_batch, failed),
     )
     tell(RANK, {mode.__name__: mode() for mode in modes})

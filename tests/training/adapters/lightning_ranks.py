@@ -1,5 +1,6 @@
 """One rank of two under Lightning's Trainer, on the CPU."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -116,7 +117,10 @@ def dropped() -> list[Any]:
     inputs = [[[2.0], [6.0], [1.0]], [[10.0], [14.0], [3.0]]]
     seen, _ = fit(inputs, module, callback, micro_batches=3)
     callback.state.close()
-    return [seen, module.computed, "training_step" in vars(module)]
+    step = callback.state.last_step
+    assert step is not None
+    counts = [step.computed, step.planned, step.total_computed, step.total_planned]
+    return [seen, module.computed, "training_step" in vars(module), counts]
 
 
 def tokens() -> list[Any]:
@@ -134,6 +138,30 @@ def tokens() -> list[Any]:
     seen, _ = fit(inputs, Line(), callback, micro_batches=2, more=(Weigh(),))
     callback.state.close()
     return [seen]
+
+
+def manual() -> list[Any]:
+    """Two batches without a reduction in between; the module divides by itself."""
+
+    class Manual(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            ddp = self.trainer.strategy.model
+            is_last = batch_idx % 2 == 1
+            with contextlib.nullcontext() if is_last else ddp.no_sync():
+                self.manual_backward(super().training_step(batch, batch_idx) / 2)
+            if is_last:
+                self.seen.append(float(self.w.grad))  # type: ignore[arg-type]
+                self.zero_grad()
+
+    module, callback = Manual(), bounded()
+    fit([[[3.0], [5.0]], [[7.0], [9.0]]], module, callback)
+    callback.state.close()
+    return module.seen
 
 
 def failed() -> str:
@@ -157,5 +185,5 @@ def failed() -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    modes = (last_window, dropped, tokens, failed)
+    modes = (last_window, dropped, tokens, manual, failed)
     tell(RANK, {mode.__name__: mode() for mode in modes})

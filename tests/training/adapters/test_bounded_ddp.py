@@ -4,6 +4,7 @@ In a process group of one rank the mean is the rank's own: a parameter's gradien
 what was done to the denominator.
 """
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -75,7 +76,9 @@ def test_after_the_threshold_only_the_last_micro_batch_is_computed(
     first = run(ddp, bounded, [3.0, 5.0, 7.0, 9.0], planned=4)
 
     assert first == pytest.approx(17.0 / 3.0, rel=1e-6)
+    assert (bounded.state.computed, bounded.state.planned) == (3, 4)
     assert run(ddp, bounded, [3.0, 5.0, 7.0, 9.0], planned=4) == 6.0
+    assert (bounded.state.computed, bounded.state.planned) == (4, 4)
 
 
 def test_micro_batches_count_by_their_weights(ddp: DistributedDataParallel) -> None:
@@ -95,11 +98,14 @@ def test_a_backward_without_a_micro_batch_counts_whole(
     ddp: DistributedDataParallel,
 ) -> None:
     """Such as the second of two optimizers in one training step."""
-    BoundedDdp(ddp, lambda: 4.0, ddp_state())
+    bounded = BoundedDdp(ddp, lambda: 4.0, ddp_state())
 
+    run(ddp, bounded, 2 * [5.0], planned=4)
+    ddp.zero_grad()
     torch.autograd.backward(ddp(torch.tensor([[3.0]])))
 
     assert ddp.module.w.grad.item() == 3.0
+    assert (bounded.state.computed, bounded.state.planned) == (1, 1)
 
 
 def test_a_step_of_weight_0_leaves_zeros(ddp: DistributedDataParallel) -> None:
@@ -108,6 +114,37 @@ def test_a_step_of_weight_0_leaves_zeros(ddp: DistributedDataParallel) -> None:
 
     assert run(ddp, bounded, [3.0], planned=1) == 0.0
     assert bounded.state.weight == 0.0
+
+
+def test_a_step_without_items_leaves_zeros(ddp: DistributedDataParallel) -> None:
+    """The framework divides by none and gets NaN, which counts nowhere."""
+    bounded = BoundedDdp(ddp, lambda: 0.0, ddp_state())
+    bounded.weight = 0.0
+
+    assert run(ddp, bounded, [math.nan], planned=1) == 0.0
+    assert bounded.state.weight == 0.0
+
+
+def test_a_micro_batch_that_no_reduction_took_is_forgotten_on_request(
+    ddp: DistributedDataParallel,
+) -> None:
+    bounded = BoundedDdp(ddp, lambda: 1.0, ddp_state())
+    bounded.count()
+    bounded.begin()
+
+    assert run(ddp, bounded, [3.0], planned=1) == 3.0
+
+
+def test_a_second_hook_is_refused_with_what_to_do(ddp: DistributedDataParallel) -> None:
+    BoundedDdp(ddp, lambda: 1.0, ddp_state())
+
+    with pytest.raises(ConfigError, match="has a communication hook already: bind it"):
+        BoundedDdp(ddp, lambda: 1.0, ddp_state())
+
+
+def test_a_state_that_is_none_is_refused(ddp: DistributedDataParallel) -> None:
+    with pytest.raises(ConfigError, match=r"state is made by tailbound\.ddp_state\(\)"):
+        BoundedDdp(ddp, lambda: 1.0, ddp_state)  # type: ignore[arg-type]
 
 
 def test_a_model_outside_ddp_is_refused_with_what_to_do() -> None:

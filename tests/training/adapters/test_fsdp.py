@@ -55,7 +55,7 @@ def test_what_cannot_work_is_refused_when_the_model_is_bound(
             "nothing is sharded here",
             "FSDP reduces first.weight across replicas itself",
             "replicas is one axis of a device mesh, not 2",
-            "replicas reduce without a server",
+            "these gradients are reduced without a server",
         ]
 
 

@@ -25,35 +25,38 @@ def told() -> Told:
 
 def test_s04_a_step_has_one_denominator_over_all_ranks(told: Told) -> None:
     """4, three 1s; ten 2s, two 8s: 43 / 16, as with the Trainer alone."""
-    assert [one["items"] for one in told] == 2 * [[[2.6875], 2.0]]
+    assert [one["items"] for one in told] == 2 * [[[2.6875], 2.0, [4, 4]]]
 
 
 def test_dropped_items_leave_the_denominator(told: Told) -> None:
     """4, three 1s, two 5s: 17 / 6. Ten 2s, (two 8s), four 7s: 48 / 14. 65 / 20."""
     for one in told:
-        grads, total_weight = one["items_dropped"]
+        grads, total_weight, counts = one["items_dropped"]
         assert grads == [pytest.approx(3.25, 1e-6)]
         assert total_weight == pytest.approx(2 * 20 / 22)  # of two ranks' 22 items
+        assert counts == [5, 6]
 
 
 def test_dropped_items_leave_a_denominator_of_each_rank(told: Told) -> None:
     """17 / 6 in full, and 48 / 16 that counts 14 / 16."""
     for one in told:
-        grads, total_weight = one["items_of_each_rank"]
+        grads, total_weight, counts = one["items_of_each_rank"]
         assert grads == [pytest.approx((17 / 6 + 48 / 16) / (1 + 14 / 16), 1e-6)]
         assert total_weight == 1.875
+        assert counts == [5, 6]
 
 
 def test_dropped_micro_batches_leave_the_denominator(told: Told) -> None:
     """Means of 4, 1, 5 and 2, (8), 7: 19 / 5."""
     for one in told:
-        grads, total_weight = one["means_dropped"]
+        grads, total_weight, counts = one["means_dropped"]
         assert grads == [pytest.approx(3.8, 1e-6)]
         assert total_weight == pytest.approx(5 / 3)
+        assert counts == [5, 6]
 
 
 def test_s03_a_short_window_counts_in_full(told: Told) -> None:
-    assert [one["last_window"] for one in told] == 2 * [[[3.0, 3.0], 2.0]]
+    assert [one["last_window"] for one in told] == 2 * [[[3.0, 3.0], 2.0, [2, 2]]]
 
 
 def test_s03_a_short_window_of_accelerate_counts_in_full(told: Told) -> None:
@@ -68,8 +71,22 @@ def test_dropped_weights_leave_accelerates_denominator(told: Told) -> None:
     ]
 
 
+def test_a_micro_batch_may_run_the_model_twice(told: Told) -> None:
+    """Twice the mean of 3, 5, 1 and 7."""
+    assert [one["twice"] for one in told] == 2 * [[8.0, 4, 4]]
+
+
+def test_a_loop_that_accumulates_by_itself_keeps_its_denominator(told: Told) -> None:
+    assert [one["by_hand"] for one in told] == 2 * [[4.0]]
+
+
+def test_reducing_in_each_micro_batch_is_refused(told: Told) -> None:
+    for one in told:
+        assert one["each_batch"].startswith("sync_each_batch reduces before a step's")
+
+
 def test_an_error_on_one_rank_is_told_to_the_other(told: Told) -> None:
     assert [one["failed"] for one in told] == [
-        "rank 1 ended the job: ValueError: no such label",
+        "RemoteError: rank 1 ended the job: ValueError: no such label",
         "no such label",
     ]

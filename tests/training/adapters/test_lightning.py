@@ -46,7 +46,18 @@ class TestInProcesses:
     ) -> None:
         """2, 6, 1 and 10, (14), 3: 22 / 5. The module gets its training_step back."""
         assert [one["dropped"][0] for one in told] == 2 * [[pytest.approx(4.4, 1e-6)]]
-        assert [one["dropped"][1:] for one in told] == [[3, False], [2, False]]
+        assert [one["dropped"][1:3] for one in told] == [[3, False], [2, False]]
+
+    def test_the_report_says_what_was_planned_and_computed(
+        self, told: list[dict[str, Any]]
+    ) -> None:
+        assert [one["dropped"][3] for one in told] == [[3, 3, 5, 6], [2, 3, 5, 6]]
+
+    def test_a_module_that_accumulates_by_itself_keeps_its_denominator(
+        self, told: list[dict[str, Any]]
+    ) -> None:
+        """Means of (3 + 5) / 2 and (7 + 9) / 2."""
+        assert [one["manual"] for one in told] == 2 * [[6.0]]
 
     def test_s04_micro_batches_count_by_their_tokens(
         self, told: list[dict[str, Any]]

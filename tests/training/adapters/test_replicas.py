@@ -65,7 +65,7 @@ def test_each_group_becomes_the_weighted_mean_in_its_own_memory(
     dtype: torch.dtype,
 ) -> None:
     def work(rank: int, replicas: Replicas) -> list[list[float]]:
-        replicas.weight = [1.0, 3.0][rank]
+        replicas.weight = [0.25, 0.75][rank]
         parts = [[[4.0, 8.0], [2.0]], [[8.0, 0.0], [6.0]]][rank]
         held = backward(replicas, [torch.tensor(part, dtype=dtype) for part in parts])
         return [gradient.tolist() for gradient in held]
@@ -136,6 +136,14 @@ def test_a_dtype_that_does_not_travel_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"a gradient of torch\.complex64"):
         replicas.reduce(torch.tensor([1j]))
+
+
+def test_a_float16_gradient_is_not_multiplied_by_more_than_one() -> None:
+    replicas = Replicas(lambda: pytest.fail("met"), rank=0)
+    replicas.weight = 3.0
+
+    with pytest.raises(ConfigError, match=r"float16 gradient times the weight 3\.0"):
+        replicas.reduce(torch.ones(2, dtype=torch.float16))
 
 
 def test_closed_replicas_say_so() -> None:

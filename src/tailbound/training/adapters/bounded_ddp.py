@@ -8,7 +8,8 @@ and not multiplied by it, the mean over the ranks is
 
     sum_W (sum of d_w gradients / M)  /  sum_W (d_w / M)
 
-which is the mean over all micro-batches that were computed (docs/design/0010).
+which is the mean over all micro-batches that were computed (docs/design/0010). M and d
+may be items as well, such as tokens.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tailbound.errors import ConfigError
 from tailbound.training.clocks import ComputeClock, make_clock
-from tailbound.training.hook import DdpState, bounded_allreduce
+from tailbound.training.hook import DdpState
 
 
 class BoundedDdp:
@@ -36,7 +37,8 @@ class BoundedDdp:
         clock: measures the compute; None: the one for the module's device.
 
     Raises:
-        ConfigError: it is no DDP module, or the threshold is no time.
+        ConfigError: it is no DDP module or has a hook already, the state is none, or
+            the threshold is no time.
     """
 
     weight: float
@@ -58,19 +60,29 @@ class BoundedDdp:
                 "let the framework use its DDP strategy, or see "
                 "tailbound.training.adapters.fsdp for a sharded model"
             )
-        check_threshold(threshold_s)
+        check_options(state, threshold_s)
         self.ddp, self.state, self.weight = ddp, state, 1.0
         self._planned, self._threshold_s = planned, threshold_s
         self._clock = clock or make_clock(next(ddp.parameters()).device)
-        self._is_timed = False
-        self._done: float | None = None
-        self._share = 1.0
-        ddp.register_comm_hook(self, _reduce_bucket)
+        self._is_timed = self._is_reducing = False
+        self.begin()
+        try:
+            ddp.register_comm_hook(self, _reduce_bucket)
+        except RuntimeError as error:
+            raise ConfigError(
+                "this module has a communication hook already: bind it once, and leave "
+                "out the framework's own (ddp_comm_hook, comm_hook)"
+            ) from error
+
+    def begin(self) -> None:
+        """A step begins: micro-batches that no reduction took are forgotten."""
+        self._done = 0.0
+        self._num_computed = self._num_dropped = 0
 
     def is_over(self) -> bool:
         """True if the micro-batch to come is dropped: do not compute it.
 
-        The first question of a step starts its clock.
+        Ask once for each. The first question of a step starts its clock.
         """
         if self._threshold_s is None:
             return False
@@ -82,36 +94,49 @@ class BoundedDdp:
         # DDP's own word for "the next backward is the one that reduces".
         if self.ddp.require_backward_grad_sync:
             return False
-        return self._clock.elapsed_s() >= self._threshold_s
+        is_over = self._clock.elapsed_s() >= self._threshold_s
+        self._num_dropped += is_over
+        return is_over
 
     def count(self) -> None:
         """A micro-batch of the current ``weight`` is computed now."""
-        self._done = (self._done or 0.0) + self.weight
+        self._done += self.weight
+        self._num_computed += 1
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the exchange of one bucket; see ``bounded_allreduce``."""
-        if self._done is not None:  # the first bucket of a step
-            self._share = self._done / self._planned()
-            self._done = None
+        if not self._is_reducing:  # the first bucket of a step
+            self._weigh()
+        self._is_reducing = not bucket.is_last()
+        return self.state.reduce(bucket, is_weighted=True)
+
+    def _weigh(self) -> None:
+        """Tell the state what is behind the gradients of the step that ends."""
+        state, num_computed = self.state, self._num_computed
+        if num_computed:
+            planned = self._planned()
+            # A step without any items is a mean over nothing, and counts nowhere.
+            state.weight = self._done / planned if planned else 0.0
+            state.computed = num_computed
+            state.planned = num_computed + self._num_dropped
+        else:  # such as the second optimizer's in one training step
+            state.weight, state.computed, state.planned = 1.0, 1.0, 1
         self._is_timed = False
-        if self._share not in (0.0, 1.0):
-            # The gradient is a sum over the planned number already; the state is going
-            # to multiply by the weight.
-            bucket.buffer().detach().div_(self._share)
-        self.state.weight = self._share
-        is_last = bucket.is_last()
-        done = bounded_allreduce(self.state, bucket)
-        if is_last:
-            self._share = 1.0
-        return done
+        self.begin()
 
 
 def _reduce_bucket(bounded: BoundedDdp, bucket: GradBucket) -> Future[Tensor]:
     return bounded.reduce(bucket)
 
 
-def check_threshold(threshold_s: float | None) -> None:
-    """Raise ConfigError unless this is None or a time that can pass."""
+def check_options(state: DdpState, threshold_s: float | None) -> None:
+    """Refuse what cannot be, before the framework starts.
+
+    Raises:
+        ConfigError: no state of the hook, or a threshold that is no time.
+    """
+    if not isinstance(state, DdpState):
+        raise ConfigError(f"state is made by tailbound.ddp_state(), not {state!r}")
     if threshold_s is not None and not threshold_s > 0.0:
         raise ConfigError(
             f"threshold_s is None or a positive time, not {threshold_s!r}: "

@@ -21,31 +21,29 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from tailbound.config import LossBound, Transport
-from tailbound.errors import ConfigError, JobClosedError
+from tailbound.errors import ConfigError
 from tailbound.protocol.events import Reduced
-from tailbound.records import Record, StepReport
-from tailbound.training.accumulate import Work
+from tailbound.records import Record
 from tailbound.training.buckets import NAMES
-from tailbound.training.leaving import note_closed, note_open
+from tailbound.training.mesh_steps import (
+    MeshSteps,
+    check_gradient,
+    check_settings,
+    multiply,
+    wire_values,
+)
 from tailbound.training.rendezvous import join_part
-from tailbound.training.step_records import describe_step, label_rounds
 from tailbound.transport.mesh import MeshGroup
 
 
-class Replicas:
+class Replicas(MeshSteps):
     """This rank's exchange with the ranks that hold the same shard in other replicas.
 
     A backward is a step. It has one round for each of FSDP's groups that has a
     gradient, and one round of a single zero that ends it: which group is the last is
-    not known before the backward is over, since some may be unused.
+    not known before the backward is over, since some may be unused. ``weight`` must be
+    the same on all ranks of a replica.
     """
-
-    weight: float
-    """Behind this replica's next gradients, the same on all ranks of its shards."""
-    loss_scale: float
-    """Factor that the loss is multiplied by, for the detector."""
-    last_step: StepReport | None
-    """What the newest step cost and lost."""
 
     def __init__(
         self,
@@ -63,117 +61,59 @@ class Replicas:
             on_record: called with every record as it is made.
             run: label written into the records.
         """
-        self.weight = self.loss_scale = 1.0
-        self.step = 0
-        """Steps that were begun."""
-        self.last_step = None
-        self._meet, self._rank = meet, rank
-        self._on_record, self._run = on_record, run
-        self._mesh: MeshGroup | None = None
-        self._is_closed = False
+        super().__init__(on_record, run)
+        self._make_mesh, self._rank = meet, rank
         self._reduced: list[Reduced] = []
         self._is_in_step = False
-        self._ended_s = time.perf_counter()
         self._exchange_s = 0.0
+
+    def _join(self) -> MeshGroup:
+        assert self._make_mesh is not None
+        return self._make_mesh()
 
     def reduce(self, gradient_N: Tensor) -> None:
         """Replace one group's gradient by the mean over replicas; FSDP calls this.
 
         Raises:
-            ConfigError: its dtype does not travel.
+            ConfigError: it cannot travel; or it is float16 and ``weight`` is over 1.
             TailboundError: the exchange failed; it leaves ``backward`` as it is.
         """
-        if self._meet is None:
+        if self._make_mesh is None:
             return
-        if gradient_N.dtype not in NAMES:
-            raise ConfigError(
-                f"a gradient of {gradient_N.dtype}; those of "
-                f"{', '.join(NAMES.values())} travel"
-            )
+        flat = gradient_N.detach()
+        check_gradient(flat, self.weight)
         if not self._is_in_step:
             self._is_in_step = True
             self.step += 1
             self._reduced, self._exchange_s = [], 0.0
             # As FSDP itself learns that a backward is over.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
-        flat = gradient_N.detach()
-        if self.weight != 1.0:
-            flat.mul_(self.weight)
+        multiply(flat, self.weight)
         values = flat.cpu()
-        self._exchange(self._open(), values, is_last=False)
+        self._exchange(values, is_last=False)
         if values is not flat:
             flat.copy_(values)
 
-    def close(self) -> None:
-        """Say goodbye to the other replicas. Closing twice is fine."""
-        if self._leave() and self._mesh is not None:
-            self._mesh.close()
-
-    def abort(self, reason: str) -> None:
-        """Leave because of an error; the other replicas are told the reason."""
-        if self._leave() and self._mesh is not None:
-            self._mesh.abort(reason)
-
-    def _leave(self) -> bool:
-        if self._is_closed:
-            return False
-        self._is_closed = True
-        note_closed(self)
-        return True
-
-    def _open(self) -> MeshGroup:
-        if self._is_closed:
-            raise JobClosedError("these replicas are closed; bind the model anew")
-        if self._mesh is None:
-            assert self._meet is not None
-            self._mesh = self._meet()
-            note_open(self)
-        return self._mesh
-
-    def _exchange(self, mesh: MeshGroup, values: Tensor, *, is_last: bool) -> None:
-        is_bfloat16 = values.dtype is torch.bfloat16
+    def _exchange(self, values: Tensor, *, is_last: bool) -> None:
+        mesh = self._meet()
         begun_s = time.perf_counter()
         reduced = mesh.all_reduce(
-            (values.view(torch.uint16) if is_bfloat16 else values).numpy(),
+            wire_values(values),
             self.weight,
             dtype=NAMES[values.dtype],
             step=self.step,
             is_last=is_last,
             loss_scale=self.loss_scale,
+            computed=self.computed,
+            planned=self.planned,
         )
         self._exchange_s += time.perf_counter() - begun_s
         self._reduced.append(reduced)
 
     def _end_step(self) -> None:
         self._is_in_step = False
-        self._exchange(self._open(), torch.zeros(1), is_last=True)
-        parts = self._reduced
-        rounds = label_rounds(parts, run=self._run, step=self.step)
-        now_s = time.perf_counter()
-        self.last_step = describe_step(
-            parts,
-            rounds,
-            Work(
-                weight=self.weight,
-                planned=1,
-                computed=1.0,
-                partial_share=0.0,
-                latency_s=(),
-                overshoot_s=None,
-                loss=None,
-            ),
-            run=self._run,
-            rank=self._rank,
-            step=self.step,
-            compute_s=now_s - self._ended_s - self._exchange_s,
-            exchange_s=self._exchange_s,
-            threshold_s=None,
-        )
-        self._ended_s = now_s
-        if self._on_record is not None:
-            for report in rounds:
-                self._on_record(report)
-            self._on_record(self.last_step)
+        self._exchange(torch.zeros(1), is_last=True)
+        self._tell(self._reduced, rank=self._rank, exchange_s=self._exchange_s)
 
 
 def bound_replicas(
@@ -200,13 +140,10 @@ def bound_replicas(
         a rank by its place among the replicas.
 
     Raises:
-        ConfigError: the model is not sharded, or FSDP reduces across replicas itself.
+        ConfigError: no loss bound, the server plan, the model is not sharded, or FSDP
+            reduces across replicas itself.
     """
-    transport = transport or Transport()
-    if transport.plan != "sharded":
-        raise ConfigError(
-            'replicas reduce without a server: leave Transport(plan="sharded")'
-        )
+    transport = check_settings(network, transport)
     if replicas.ndim != 1:
         raise ConfigError(
             f"replicas is one axis of a device mesh, not {replicas.ndim}: give "

@@ -11,9 +11,10 @@ Imports neither library: the classes meet in the user's script.
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tailbound.training.adapters.bounded_ddp import BoundedDdp, check_threshold
+from tailbound.errors import ConfigError
+from tailbound.training.adapters.bounded_ddp import BoundedDdp, check_options
 from tailbound.training.clocks import ComputeClock
 from tailbound.training.hook import DdpState, ddp_state
 from tailbound.training.leaving import describe
@@ -35,8 +36,8 @@ class BoundedReduction:
         kwargs: the Trainer's.
 
     Raises:
-        ConfigError: the threshold is no time, or the Trainer wraps the model in
-            something else than DDP.
+        ConfigError: the state is none, the threshold is no time, the Trainer wraps the
+            model in something else than DDP, or it reduces in each micro-batch.
     """
 
     def __init__(
@@ -47,19 +48,27 @@ class BoundedReduction:
         clock: ComputeClock | None = None,
         **kwargs: Any,
     ) -> None:
-        check_threshold(threshold_s)
-        self.bounded_state = state or ddp_state()
+        self.bounded_state = ddp_state() if state is None else state
         """For ``last_step``, ``error`` and ``close``."""
+        check_options(self.bounded_state, threshold_s)
         self._threshold_s, self._clock = threshold_s, clock
         self._bounded: BoundedDdp | None = None
         super().__init__(*args, **kwargs)
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train; an error is told to the other ranks."""
+        """Train; an error is told to the other ranks.
+
+        Raises:
+            TailboundError: the exchange failed; not DDP's RuntimeError about it.
+        """
+        state: DdpState = self.bounded_state
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
-            self.bounded_state.abort(describe(error))
+            failure = state.error if isinstance(error, RuntimeError) else None
+            state.abort(describe(failure or error))
+            if failure is not None:
+                raise failure from error
             raise
 
     def training_step(
@@ -74,6 +83,7 @@ class BoundedReduction:
             return compute(model, inputs, num_items_in_batch)
         bounded = self._bounded
         if bounded is None or bounded.ddp is not model:
+            _check_sync(self.accelerator)
             bounded = self._bounded = BoundedDdp(
                 model,
                 lambda: float(self._planned),
@@ -91,10 +101,12 @@ class BoundedReduction:
         self: Any, inputs: dict[str, Any], num_items: Any
     ) -> tuple[float, float]:
         """What the losses are divided by, and this micro-batch's part of it."""
-        is_divided_by_items = num_items is not None and (
-            self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        )
-        if not is_divided_by_items or self._threshold_s is None:
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:  # the Trainer's own rule
+            is_scaled = (
+                self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+            )
+        if num_items is None or not is_scaled or self._threshold_s is None:
             return self.current_gradient_accumulation_steps, 1.0
         items = float(num_items)
         if self.args.average_tokens_across_devices:
@@ -122,7 +134,10 @@ class BoundedAccelerator:
 
     @property
     def weight(self) -> float:
-        """Behind the next micro-batch, whose loss you multiply by it."""
+        """Behind the next micro-batch, whose loss you multiply by what you read here.
+
+        In a job of one rank, where nothing is divided by it again, it stays 1.
+        """
         return 1.0 if self._bounded is None else self._bounded.weight
 
     @weight.setter
@@ -146,7 +161,7 @@ def bound(
     """Bound the gradients of a module that ``accelerator.prepare`` returned.
 
     ``accelerator.backward`` divides by ``gradient_accumulation_steps`` even where the
-    data end earlier; the mean is taken over the micro-batches that were computed.
+    data end earlier; the mean is taken over the micro-batches that went through it.
 
     Args:
         accelerator: that prepared it.
@@ -157,11 +172,13 @@ def bound(
         clock: measures the compute; None: the one for the model's device.
 
     Raises:
-        ConfigError: the model is no DDP module, or the threshold is no time.
+        ConfigError: the model is no DDP module or bound already, the state is none, the
+            threshold is no time, or Accelerate reduces in each micro-batch.
     """
+    check_options(state, threshold_s)
     if accelerator.num_processes == 1:
-        check_threshold(threshold_s)
         return BoundedAccelerator(None, state)
+    _check_sync(accelerator)
     bounded = BoundedDdp(
         model,
         lambda: float(accelerator.gradient_accumulation_steps),
@@ -170,12 +187,39 @@ def bound(
         clock=clock,
     )
 
+    backward = accelerator.backward
+    is_forwarded = False
+
     def on_forward(module: nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        nonlocal is_forwarded
+        is_forwarded |= module.training and torch.is_grad_enabled()
+
+    def counted(loss: Tensor, **kwargs: Any) -> None:
+        # A micro-batch may run the model twice; a backward may be another model's.
+        nonlocal is_forwarded
+        if is_forwarded:
+            is_forwarded = False
+            if accelerator.gradient_accumulation_steps == 1:
+                bounded.begin()  # whoever accumulates without Accelerate divides too
             bounded.count()
+        backward(loss, **kwargs)
 
     model.register_forward_pre_hook(on_forward)
+    accelerator.backward = counted
     return BoundedAccelerator(bounded, state)
+
+
+def _check_sync(accelerator: Any) -> None:
+    """Refuse to reduce a gradient that is going to be added to.
+
+    Raises:
+        ConfigError: Accelerate reduces in each micro-batch.
+    """
+    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        raise ConfigError(
+            "sync_each_batch reduces before a step's gradient is whole, and its mean "
+            "would be taken again: leave it off"
+        )
 
 
 __all__ = ["BoundedAccelerator", "BoundedReduction", "bound"]

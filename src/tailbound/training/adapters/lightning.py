@@ -9,10 +9,9 @@ divides the last window of an epoch by micro-batches that it does not have.
 from typing import Any
 
 import torch
-from torch import nn
 
 from tailbound.errors import ConfigError, MissingExtraError
-from tailbound.training.adapters.bounded_ddp import BoundedDdp, check_threshold
+from tailbound.training.adapters.bounded_ddp import BoundedDdp, check_options
 from tailbound.training.clocks import ComputeClock
 from tailbound.training.hook import DdpState
 from tailbound.training.leaving import describe
@@ -38,7 +37,7 @@ class BoundedAllreduce(Callback):
         clock: measures the compute; None: the one for the module's device.
 
     Raises:
-        ConfigError: the threshold is no time.
+        ConfigError: the state is none, or the threshold is no time.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class BoundedAllreduce(Callback):
         threshold_s: float | None = None,
         clock: ComputeClock | None = None,
     ) -> None:
-        check_threshold(threshold_s)
+        check_options(state, threshold_s)
         self.state = state
         """For ``last_step``, ``error`` and ``close``."""
         self.bounded: BoundedDdp | None = None
@@ -101,15 +100,17 @@ class BoundedAllreduce(Callback):
             del pl_module.training_step
 
 
-def _watch(module: nn.Module, bounded: BoundedDdp) -> Any:
+def _watch(module: Any, bounded: BoundedDdp) -> Any:
     """The module's training_step, counted, and left out after the threshold."""
-    step: Any = module.training_step
+    step = module.training_step
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
         if bounded.is_over():
             # Lightning refuses None with several ranks. Nothing hangs on this loss.
             device = next(module.parameters()).device
             return torch.zeros((), device=device, requires_grad=True)
+        if not module.automatic_optimization:
+            bounded.begin()  # the module divides what it accumulates by itself
         bounded.count()
         return step(*args, **kwargs)
 
