@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,7 +31,7 @@ BLOCKS = [
 @pytest.fixture
 def names(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """What the page's blocks take as given."""
-    store = dist.HashStore()
+    store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = build_mlp(1)
     optimizer = plain_sgd(model, 0.1)
