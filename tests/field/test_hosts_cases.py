@@ -18,9 +18,10 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from jobs import free_ports, leaves_nothing, open_fds
-from tailbound.config import LossBound, Transport
+from tailbound.config import LossBound, Transport, format_address
 from tailbound.errors import ConfigError, PeerLostError, TailboundError
 from tailbound.training.rendezvous import mesh_over
+from tailbound.transport.addresses import pick_address
 from tailbound.transport.mesh import MeshGroup
 
 pytestmark = pytest.mark.sockets
@@ -219,6 +220,14 @@ def test_a09_a_mesh_over_ipv6_writes_its_addresses_with_brackets(
 
     assert outcomes == [3.0, 3.0]
     assert [address[:6] for address in heard] == ["[::1]:", "[::1]:"]
+
+
+def test_a09_an_address_that_means_something_on_one_link_only_comes_last() -> None:
+    assert pick_address(["fe80::1%eth0", "10.1.0.2"]) == "10.1.0.2"
+    assert pick_address(["fe80::1%eth0"]) == "fe80::1%eth0"
+    with pytest.raises(ConfigError, match=r"no usable address among fe80::1: a link-"):
+        pick_address(["fe80::1"])
+    assert format_address(pick_address(["fd00::2"]), 7000) == "[fd00::2]:7000"
 
 
 def test_s19_a_mesh_on_loopback_is_refused_where_ranks_are_on_several_hosts(

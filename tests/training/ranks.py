@@ -106,9 +106,15 @@ def open_sockets() -> int:
 
 
 def start_ranks(
-    *arguments: str, script: str = "two_ranks.py"
+    *arguments: str, script: str = "two_ranks.py", num: int = 2
 ) -> list[subprocess.Popen[str]]:
-    """Start two ranks by hand: rank 0 hosts the store, as without torchrun."""
+    """Start ranks by hand: rank 0 hosts the store, as without torchrun.
+
+    Args:
+        arguments: of the script.
+        script: in this folder, or a path that leads out of it.
+        num: ranks.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     tests = Path(__file__).parents[1]
@@ -116,19 +122,19 @@ def start_ranks(
         **os.environ,
         "PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}",
         "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(num),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     return [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name(script)), *arguments],
+            [sys.executable, str(Path(__file__).parent / script), *arguments],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(num)
     ]
 
 

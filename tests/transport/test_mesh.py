@@ -257,6 +257,41 @@ def test_a_rank_that_does_not_come_to_the_round_is_named() -> None:
         first.all_reduce(np.ones(NUM, np.float32), 1.0)
 
 
+def test_who_was_told_of_a_failure_may_close_at_once() -> None:
+    """Even before the driver has turned: closing does not raise the error again."""
+    closed: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def close(mesh: MeshGroup) -> None:
+        try:
+            mesh.close()
+        except TailboundError as error:
+            closed.put(error)
+        else:
+            closed.put(None)
+
+    def work(mesh: MeshGroup) -> Answer:
+        done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+        def told(answer: Answer) -> None:
+            done.put(answer)
+            if mesh.rank == 0:
+                closer = threading.Thread(target=close, args=(mesh,))
+                closer.start()
+                closer.join(0.05)  # the driver stands still meanwhile
+
+        if mesh.rank == 0:
+            mesh.all_gather(b"")  # rank 1's announcement came before this
+        start(mesh, np.zeros(NUM, np.float32), told, step=7 + mesh.rank)
+        if mesh.rank == 1:
+            mesh.all_gather(b"")
+        return done.get(timeout=LIMIT_S)
+
+    first, _ = run_mesh(work)
+
+    assert isinstance(first, HandshakeError)
+    assert closed.get(timeout=LIMIT_S) is None
+
+
 def test_closing_twice_is_fine() -> None:
     def work(mesh: MeshGroup) -> None:
         mesh.close()

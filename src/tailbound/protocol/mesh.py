@@ -246,6 +246,7 @@ class MeshEndpoint(MeshMember):
         for other, before in round_.begins.items():
             compare_begins(other, before, rank, begin)
         round_.begins[rank] = begin
+        self._touch(round_)  # what came before any announcement may be enough
         self._bound_round(round_)
         return round_
 
@@ -262,6 +263,8 @@ class MeshEndpoint(MeshMember):
     def _touch(self, round_: MeshRound) -> None:
         """Look at a round's gradients again when settling."""
         self._is_touched = True
+        if not round_.begins:
+            return  # see _receiver
         for peer, receiver in round_.arrivals.items():
             self._touched[id(receiver)] = self._by_rank[peer], receiver
 
@@ -347,7 +350,10 @@ class MeshEndpoint(MeshMember):
     ) -> tuple[Receiver, WireFormat]:
         round_ = self._rounds[self._index(key.counter)]
         receiver = round_.receiver(key, self.links[link].peer_rank, now)
-        self._touched[id(receiver)] = link, receiver
+        if round_.begins:
+            # Before, its shape is a guess, of which no sender may be told that it is
+            # complete: FIELD S07.
+            self._touched[id(receiver)] = link, receiver
         return receiver, round_.format
 
     def _handle_round(self, link: int, message: Message, now: float) -> None:

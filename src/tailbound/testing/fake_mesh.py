@@ -34,7 +34,8 @@ class FakeMesh(FakeLinks):
         window_bytes: what a receiver's queue holds.
         timeout_s: see ``Transport``; virtual seconds.
         silence_s: see ``Transport``; virtual seconds.
-        first_counter: counter of the first round, to test its wrap-around.
+        first_counter: counter of the first round, to test its wrap-around; per rank if
+            it is a list.
         sessions: per rank, if they are not to agree.
         absent: ranks that never join.
         tick_s: see FakeLinks.
@@ -52,13 +53,18 @@ class FakeMesh(FakeLinks):
         window_bytes: int = 1 << 22,
         timeout_s: float = 600.0,
         silence_s: float = 300.0,
-        first_counter: int = 1,
+        first_counter: int | list[int] = 1,
         sessions: list[int] | None = None,
         absent: Sequence[int] = (),
         tick_s: float = 0.0,
     ) -> None:
         super().__init__(max_datagram_bytes=max_datagram_bytes, tick_s=tick_s)
         bounds = bound if isinstance(bound, list) else [bound] * world_size
+        counters = (
+            first_counter
+            if isinstance(first_counter, list)
+            else [first_counter] * world_size
+        )
         rngs = np.random.default_rng(seed).spawn(world_size * world_size)
         self.ranks = [
             MeshEndpoint(
@@ -69,7 +75,7 @@ class FakeMesh(FakeLinks):
                 now=0.0,
                 timeout_s=timeout_s,
                 silence_s=silence_s,
-                first_counter=first_counter,
+                first_counter=counters[rank],
             )
             for rank in range(world_size)
         ]

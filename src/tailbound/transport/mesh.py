@@ -177,6 +177,7 @@ class MeshGroup(Member):
 
         def begin() -> None:
             if self._endpoint.error is not None:
+                self._events.error = self._endpoint.error
                 self._answer(ticket, self._endpoint.error)
                 return
             try:
@@ -196,8 +197,7 @@ class MeshGroup(Member):
             except ConfigError as error:
                 self._answer(ticket, error)
             except TailboundError as error:
-                self._endpoint.fail(error)
-                self._answer(ticket, error)
+                self._endpoint.fail(error)  # which answers all who wait
             else:
                 self._tickets[counter] = ticket
 
