@@ -83,11 +83,6 @@ class TestInProcesses:
             assert first > 1e-3
             assert second <= 1e-6
 
-    @pytest.mark.xfail(
-        raises=AssertionError,
-        strict=True,
-        reason="DdpState.state_dict holds no regime: the hook starts anew",
-    )
     def test_s08_a_hook_goes_on_under_the_loss_bound_that_it_had(
         self, told: Told
     ) -> None:

@@ -428,7 +428,7 @@ def test_our_own_call_may_be_the_one_that_differs() -> None:
     net.begin(vectors([1.0], [1.0]), [1.0, 1.0], ranks=[1], step=7)
     net.run_for(0.1)
 
-    with pytest.raises(HandshakeError, match=r"step differs: 7 \(rank 1\) here, 8"):
+    with pytest.raises(HandshakeError, match=r"step differs: 8 \(rank 0\) here, 7"):
         net.begin(vectors([1.0], [1.0]), [1.0, 1.0], ranks=[0], step=8)
 
 

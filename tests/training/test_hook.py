@@ -184,4 +184,5 @@ def test_a_state_is_plain_data() -> None:
     assert twin.network == LossBound.fixed(0.1)
     assert (twin.run, twin.error, twin.last_step) == ("a", None, None)
     assert (twin.planned, twin.computed) == (4, 2.0)
-    assert twin.state_dict() == {"step": 17, "weight": 3.0, "loss_scale": 8.0}
+    told = {"step": 17, "weight": 3.0, "loss_scale": 8.0, "regime": None}
+    assert twin.state_dict() == told

@@ -244,7 +244,9 @@ class MeshEndpoint(MeshMember):
                 peer_name(rank), f"in {round_.key.describe()}", "ShardBegin twice"
             )
         for other, before in round_.begins.items():
-            compare_begins(other, before, rank, begin)
+            two = [(other, before), (rank, begin)]
+            two.sort(key=lambda one: one[0] != self.rank)  # ours is the first
+            compare_begins(*two[0], *two[1])
         round_.begins[rank] = begin
         self._touch(round_)  # what came before any announcement may be enough
         self._bound_round(round_)

@@ -10,12 +10,14 @@ the first step.
 Source: FIELD S07 to S11, what users of hooks reported; docs/design/0030.
 """
 
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from tailbound.errors import ConfigError, TailboundError
 from tailbound.protocol.events import Reduced
 from tailbound.records import Record
 from tailbound.training.buckets import NAMES
+from tailbound.training.job_state import compare_states
 from tailbound.training.mesh_steps import (
     MeshSteps,
     check_gradient,
@@ -48,6 +51,8 @@ class DdpState(MeshSteps):
     error: Exception | None
     """Why the job failed, if it did: DDP shows hook errors as plain RuntimeErrors. One
     that ``on_record`` raised counts too."""
+    _regime: dict[str, Any] | None = None
+    """What the next loss bounds follow from: of the mesh, or of a checkpoint."""
 
     def __init__(
         self,
@@ -69,14 +74,43 @@ class DdpState(MeshSteps):
         self._is_step_whole = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: plain numbers."""
-        return {"step": self.step, "weight": self.weight, "loss_scale": self.loss_scale}
+        """What a checkpoint needs, between two steps: dicts, lists and numbers.
+
+        The regime is equal on all ranks; ``weight`` and ``loss_scale`` are this rank's.
+        """
+        self._take_regime()
+        return {
+            "step": self.step,
+            "weight": self.weight,
+            "loss_scale": self.loss_scale,
+            "regime": self._regime,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, with any number of ranks."""
+        """Go on from a checkpoint before the first step, with any number of ranks.
+
+        All ranks load the same regime or none, which is checked when they meet.
+
+        Raises:
+            ConfigError: steps were run already.
+        """
+        if self._mesh is not None:
+            raise ConfigError("load the hook's state before the first step, not after")
         self.step = int(state["step"])
         self.weight = float(state["weight"])
         self.loss_scale = float(state["loss_scale"])
+        self._regime = state.get("regime")
+
+    def _take_regime(self) -> None:
+        """Take note of the regime; of a job that has failed the last one stays."""
+        if self._mesh is not None and not self._is_closed:
+            with contextlib.suppress(TailboundError):
+                self._regime = self._mesh.regime_state()
+
+    def close(self) -> None:
+        """Say goodbye to the other ranks. Closing twice is fine."""
+        self._take_regime()
+        super().close()
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("network", "transport", "run", "planned", "computed")
@@ -87,8 +121,8 @@ class DdpState(MeshSteps):
         self.run, self.error, self.last_step = state["run"], None, None
         self.planned, self.computed = state["planned"], state["computed"]
         self._on_record = None
-        self.load_state_dict(state)
         self._open_parts()
+        self.load_state_dict(state)
 
     def raise_if_failed(self) -> None:
         """Raise the error of the exchange with its own type, if there was one."""
@@ -96,7 +130,25 @@ class DdpState(MeshSteps):
             raise self.error
 
     def _join(self) -> MeshGroup:
-        return join_mesh(find_place(), self.network, self.transport)
+        mesh = join_mesh(find_place(), self.network, self.transport)
+        try:
+            self._resume(mesh)
+        except (TailboundError, ConfigError) as error:
+            mesh.abort(str(error))
+            raise
+        return mesh
+
+    def _resume(self, mesh: MeshGroup) -> None:
+        """Go on under the regime that was loaded, if all ranks loaded the same.
+
+        Raises:
+            HandshakeError: they did not.
+            ConfigError: it is no regime.
+        """
+        if self._regime is not None:
+            mesh.load_regime_state(self._regime)
+        # Also: none begins a step before all have loaded, or its bound is another.
+        compare_states(mesh.all_gather(msgspec.json.encode(self._regime)))
 
     # -- what the hook does ----------------------------------------------------
 
