@@ -219,6 +219,7 @@ def serve(
         mtu="auto" if mtu is None else mtu,
         port_range=None if port_range is None else _parse_range(port_range),
         timeout_s=timeout_s,
+        secret=os.environ.get("TAILBOUND_SECRET") or None,
     )
     server = Server(
         workers,

@@ -5,11 +5,14 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tailbound.errors import ConfigError
 from tailbound.impairments import Impairments
+
+MIN_SECRET = 16
+"""Characters of a secret: who overheard a proof can try secrets out."""
 
 Test = Literal["change", "drop"]
 Compare = Literal["step", "check"]
@@ -257,11 +260,20 @@ class Transport:
     """Longest wait for a peer, in every phase, in seconds."""
     silence_s: float = 5.0
     """A sender whose repairs bring no new chunk for this long calls UDP dead."""
+    secret: str | None = field(default=None, repr=False)
+    """What every process of the job must prove that it knows, 16 characters or more,
+    before a word of it is heard. None: the environment's ``TAILBOUND_SECRET``, if set,
+    where ranks meet. See docs/security.md."""
     impairments: Impairments | None = None
     """Loss and delay added to what this process receives; for tests and the lab."""
 
     def __post_init__(self) -> None:
         _check_choices(("plan", self.plan, ("sharded", "server")))
+        require(
+            self.secret is None or len(self.secret) >= MIN_SECRET,
+            f"a secret has {MIN_SECRET} characters or more; make one with "
+            "`python -c 'import secrets; print(secrets.token_hex())'`",
+        )
         require(
             self.server is None or self.plan == "server",
             f'server={self.server!r} needs plan="server"',

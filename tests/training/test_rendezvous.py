@@ -17,6 +17,7 @@ from tailbound.training.rendezvous import (
     find_place,
     find_server,
     mesh_over,
+    read_secret,
     server_over,
 )
 from training.ranks import open_sockets
@@ -319,3 +320,35 @@ def test_s19_each_rank_says_which_address_it_uses(
     assert [record.message for record in caplog.records] == [
         "rank 0 uses address 127.0.0.1"
     ]
+
+
+def test_the_environments_secret_is_taken_where_the_script_gives_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Transport(secret="the script's own secret")
+    monkeypatch.setenv("TAILBOUND_SECRET", "correct horse battery")
+
+    assert read_secret(Transport(mtu=1500)) == Transport(
+        mtu=1500, secret="correct horse battery"
+    )
+    assert read_secret(own) is own
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_a_secret_in_the_environment_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv("TAILBOUND_SECRET", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TAILBOUND_SECRET", value)
+
+    assert read_secret(Transport()).secret is None
+
+
+def test_a_secret_that_is_too_short_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILBOUND_SECRET", "hunter2")
+
+    with pytest.raises(ConfigError, match="16 characters or more") as caught:
+        read_secret(Transport())
+
+    assert "hunter2" not in str(caught.value)

@@ -58,16 +58,22 @@ def run_mesh(
     work: Callable[[MeshGroup], Any],
     world_size: int = 2,
     bound: LossBound = EXACT,
-    transport: Transport = QUICK,
+    transport: Transport | list[Transport] = QUICK,
     host: str = "127.0.0.1",
 ) -> list[Any]:
-    """What ``work`` returned or raised on every rank."""
+    """What ``work`` returned or raised on every rank; settings may be per rank."""
     place = Place(world_size)
+    transports = transport if isinstance(transport, list) else [transport] * world_size
 
     def run(rank: int) -> Any:
         try:
             mesh = MeshGroup(
-                rank, world_size, bound, transport, host=host, meet=place.meet(rank)
+                rank,
+                world_size,
+                bound,
+                transports[rank],
+                host=host,
+                meet=place.meet(rank),
             )
         except (TailboundError, ConfigError) as error:
             return error

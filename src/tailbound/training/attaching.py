@@ -23,7 +23,12 @@ from tailbound.training.exchange import (
 )
 from tailbound.training.job import Job, OnRecord
 from tailbound.training.leaving import describe
-from tailbound.training.rendezvous import find_place, find_server, join_mesh
+from tailbound.training.rendezvous import (
+    find_place,
+    find_server,
+    join_mesh,
+    read_secret,
+)
 from tailbound.transport.group import Group
 
 MakeExchange = Callable[[tuple[BucketSpec, ...]], Exchange]
@@ -210,7 +215,7 @@ def find_exchange(
         transport: how bytes travel with a loss bound.
 
     Raises:
-        ConfigError: no process group where one is needed.
+        ConfigError: no process group where one is needed, or too short a secret.
         TailboundError: the ranks could not meet or do not agree.
     """
     place = find_place(has_server=transport.server is not None)
@@ -232,6 +237,7 @@ def find_exchange(
         mesh = join_mesh(place, network, transport)
         return MeshExchange(mesh, specs, network)
     _check_server_bound(network)
+    transport = read_secret(transport)
     address, server = find_server(place, transport)
     group = Group(
         address,

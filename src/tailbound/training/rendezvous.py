@@ -6,7 +6,7 @@ own store. Nothing below it reads the environment (docs/design/0011).
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -66,6 +66,18 @@ def find_place(*, has_server: bool = False) -> Place:
             "script with torchrun"
         )
     return place
+
+
+def read_secret(transport: Transport) -> Transport:
+    """The transport, with the environment's secret if it has none of its own.
+
+    Raises:
+        ConfigError: the environment's is too short.
+    """
+    found = os.environ.get("TAILBOUND_SECRET")
+    if transport.secret is not None or not found:
+        return transport
+    return replace(transport, secret=found)
 
 
 def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]:
@@ -177,6 +189,7 @@ def mesh_over(
         UnreachableError: there is no way to a rank.
         PeerLostError: the store ended, or a rank did not come in time.
     """
+    transport = read_secret(transport)
 
     def meet(address: str) -> Meeting:
         return meet_in(

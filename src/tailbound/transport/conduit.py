@@ -7,6 +7,7 @@ written and may be lost are followed by a nudge (docs/design/0027).
 
 import contextlib
 import fcntl
+import logging
 import socket
 import struct
 import termios
@@ -15,13 +16,16 @@ from typing import Any
 
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.link import Link
-from tailbound.protocol.messages import Nudge
+from tailbound.protocol.messages import Nudge, Refuse
 from tailbound.protocol.wire import encode_control
+from tailbound.security.gate import Gate
 from tailbound.testing.impaired_path import ImpairedPath
 from tailbound.transport.batching import MAX_SEGMENTS
 from tailbound.transport.datagrams import SegmentTooLargeError
 from tailbound.transport.forks import close_in_forked_children
 from tailbound.transport.udp import UdpSocket
+
+_log = logging.getLogger("tailbound")
 
 BUFFER_BYTES = 65536
 TCP_READ_BYTES = 1 << 18
@@ -45,6 +49,16 @@ FIRST_NUDGE_S = 0.004
 ask for it at once; doubles each time."""
 MAX_NUDGES = 5
 NUDGE = encode_control(Nudge())
+NO_PROOF = Refuse(
+    "secret",
+    "set, and yours is another one or none",
+    "no proof of it",
+    "set the same TAILBOUND_SECRET on every rank",
+)
+UNPROVED = (
+    "it did not prove that it knows this job's secret: set the same TAILBOUND_SECRET "
+    "on every rank"
+)
 DEVICE_PAUSE_S = 0.001
 """A full device (ENOBUFS) has no event that says when it has room again."""
 
@@ -59,6 +73,7 @@ class Conduit:
         udp: UdpSocket,
         link: Link,
         path: ImpairedPath | None,
+        gate: Gate | None = None,
     ) -> None:
         self.number, self.tcp, self.udp, self.link, self.path = (
             number,
@@ -69,6 +84,12 @@ class Conduit:
         )
         self.outgoing = bytearray()
         """Control bytes that the kernel has not taken yet."""
+        self._gate = gate
+        """Until the peer has proved that it knows the secret, if the job has one."""
+        self._held = bytearray()
+        """Control bytes that wait for that."""
+        if gate is not None:
+            self._take_from_gate(gate)
         self.incoming: list[bytes] = []
         """Control bytes that were read and wait for the datagrams before them."""
         self.is_drained = True
@@ -105,11 +126,33 @@ class Conduit:
                 self.lost = error.strerror or str(error)
                 return
             if not data:
-                self.lost = "its connection closed"
+                self.lost = UNPROVED if self._gate else "its connection closed"
                 return
-            self.incoming.append(data)
+            passed = data if self._gate is None else self._pass(self._gate, data)
+            if passed:
+                self.incoming.append(passed)
             if len(data) < TCP_READ_BYTES:
                 return
+
+    def _pass(self, gate: Gate, data: bytes) -> bytes:
+        """Show bytes to the gate; returns what may go through."""
+        passed = gate.feed_untrusted(data)
+        self._take_from_gate(gate)
+        if gate.is_open:
+            self._gate = None
+            self.outgoing += self._held
+        elif gate.has_failed:
+            # For a peer without a secret, which reads control messages.
+            self.outgoing += encode_control(NO_PROOF)
+            with contextlib.suppress(OSError):
+                self.tcp.send(self.outgoing)
+            self.lost = UNPROVED
+            _log.warning("%s: %s", self.link.name, UNPROVED)
+        return passed
+
+    def _take_from_gate(self, gate: Gate) -> None:
+        self.outgoing += gate.outgoing
+        gate.outgoing.clear()
 
     def write_control(self) -> bool:
         """Give the TCP stream what waits; False if it takes no more."""
@@ -135,6 +178,8 @@ class Conduit:
         self.nudge_s = None
         if self.lost is not None or self.outgoing or not self._unacknowledged_bytes():
             return
+        if self._gate is not None:
+            return  # a word of the protocol would come before the proof
         with contextlib.suppress(OSError):
             # Not through ``outgoing``: a full stream needs no nudge.
             self.tcp.send(NUDGE)
@@ -161,7 +206,8 @@ class Conduit:
                 return False
             # After the datagrams before it, or a probe would overtake them.
             while (data := endpoint.next_control(number)) is not None:
-                self.outgoing += data
+                waiting = self.outgoing if self._gate is None else self._held
+                waiting += data
             if address is None or turn == MAX_GROUPS_PER_TURN:
                 break
             sent = endpoint.next_datagrams(

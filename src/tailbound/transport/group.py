@@ -68,6 +68,7 @@ class Server:
             listener=listener,
             accept=lambda tcp: open_link(tcp, transport, world_size),
             impairments=transport.impairments,
+            secret=transport.secret,
         )
 
     def run(self) -> None:
@@ -132,7 +133,10 @@ class Group(Member):
         )
         super().__init__(self._endpoint, transport)
         station = Station(
-            self._endpoint, self._events.put, impairments=transport.impairments
+            self._endpoint,
+            self._events.put,
+            impairments=transport.impairments,
+            secret=transport.secret,
         )
         self._stations.append(station)
         try:

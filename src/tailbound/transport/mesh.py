@@ -112,6 +112,7 @@ class MeshGroup(Member):
             listener=listener,
             accept=lambda tcp: open_link(tcp, transport, world_size - 1),
             impairments=transport.impairments,
+            secret=transport.secret,
         )
         self._stations.append(station)
         self._driver.add(station)

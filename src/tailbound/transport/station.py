@@ -5,6 +5,7 @@ time (DESIGN decision 8).
 """
 
 import errno
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from tailbound.impairments import Impairments
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Event
 from tailbound.protocol.link import Link
+from tailbound.security.gate import Gate
+from tailbound.security.proofs import NONCE_BYTES
 from tailbound.testing.impaired_path import Batch, ImpairedPath
 from tailbound.transport.conduit import BUFFER_BYTES, Conduit, make_quick
 from tailbound.transport.forks import close_in_forked_children
@@ -41,12 +44,13 @@ class Station:
         listener: socket.socket | None = None,
         accept: Callable[[socket.socket], tuple[UdpSocket, Link]] | None = None,
         impairments: Impairments | None = None,
+        secret: str | None = None,
     ) -> None:
         self.endpoint, self.on_event = endpoint, on_event
         self.listener, self._accept = listener, accept
         self.conduits: dict[int, Conduit] = {}
         self.is_over = False
-        self._impairments = impairments
+        self._impairments, self._secret = impairments, secret
         self._rng: np.random.Generator | None = None
         if impairments is not None and not impairments.is_none:
             self._rng = np.random.default_rng(impairments.seed)
@@ -60,13 +64,31 @@ class Station:
         if listener is not None:
             close_in_forked_children(listener)
 
-    def add(self, tcp: socket.socket, udp: UdpSocket, link: Link) -> Conduit:
-        """Take over a connection and its UDP socket."""
+    def add(
+        self,
+        tcp: socket.socket,
+        udp: UdpSocket,
+        link: Link,
+        *,
+        is_connecting: bool = True,
+    ) -> Conduit:
+        """Take over a connection and its UDP socket.
+
+        Args:
+            tcp: the connection.
+            udp: the socket.
+            link: as the endpoint sees it.
+            is_connecting: this side opened it.
+        """
         make_quick(tcp)
         path = None
         if self._rng is not None and self._impairments is not None:
             path = ImpairedPath(self._impairments, self._rng.spawn(1)[0])
-        conduit = Conduit(self._numbers, tcp, udp, link, path)
+        gate = None
+        if self._secret is not None:
+            nonce = os.urandom(NONCE_BYTES)
+            gate = Gate(self._secret.encode(), nonce, is_connecting=is_connecting)
+        conduit = Conduit(self._numbers, tcp, udp, link, path, gate)
         self.conduits[conduit.number] = conduit
         self._numbers += 1
         return conduit
@@ -92,7 +114,8 @@ class Station:
                 tcp.close()
                 self.endpoint.fail(TailboundError(f"no room for another rank: {error}"))
                 break
-            accepted.append((self.add(tcp, udp, link), link))
+            conduit = self.add(tcp, udp, link, is_connecting=False)
+            accepted.append((conduit, link))
         return accepted
 
     def drain(self, conduit: Conduit, now: float) -> None:

@@ -1,0 +1,1 @@
+"""Cryptography, sans-IO: keys, proofs that a peer knows the secret, sealing."""
