@@ -54,6 +54,15 @@ def error_of(net: FakeMesh, rank: int) -> TailboundError:
     return error
 
 
+def lose_chunk_0(net: FakeMesh) -> None:
+    """Of the two chunks that rank 1 sends to rank 0 only the second one arrives."""
+    out = memoryview(bytearray(65535))
+    sent = net.ranks[1].next_datagrams(0, out, net.now, max_segments=2, max_bytes=65535)
+    assert sent == (2944, 1472)
+    first = 1472 if out[19] == 0 else 0
+    net.ranks[0].receive_datagrams(1, out[first:], 1472, 1472, net.now)
+
+
 BEGIN = ShardBegin(1, 0, 1, True, "float32", 1000, 1, 1.0, None, 1.0, 1.0, 1)
 
 # -- means -----------------------------------------------------------------------
@@ -113,11 +122,7 @@ def test_a_hole_counts_as_zero_in_its_shard_only() -> None:
     net = started(2, LossBound.fixed(0.5))
     grads = [np.full(1448, rank, np.float32) for rank in (1, 2)]  # 4 chunks
     net.begin(grads, [1.0, 1.0])
-    out = memoryview(bytearray(65535))
-    sent = net.ranks[1].next_datagrams(0, out, net.now, max_segments=2, max_bytes=65535)
-    assert sent == (2944, 1472)
-    first = 1472 if out[19] == 0 else 0  # chunk 0 is lost, chunk 1 arrives
-    net.ranks[0].receive_datagrams(1, out[first:], 1472, 1472, net.now)
+    lose_chunk_0(net)
 
     net.run_until(Reduced)
 
@@ -130,10 +135,7 @@ def test_a_chunk_may_be_the_mean_of_what_arrived() -> None:
     net = started(2, LossBound(p_low=0.5, p_high=0.5, holes="received_mean"))
     grads = [np.full(1448, rank, np.float32) for rank in (1, 2)]
     net.begin(grads, [1.0, 1.0])
-    out = memoryview(bytearray(65535))
-    net.ranks[1].next_datagrams(0, out, net.now, max_segments=2, max_bytes=65535)
-    first = 1472 if out[19] == 0 else 0
-    net.ranks[0].receive_datagrams(1, out[first:], 1472, 1472, net.now)
+    lose_chunk_0(net)
 
     net.run_until(Reduced)
 
@@ -146,10 +148,7 @@ def test_what_a_shard_lost_is_part_of_its_senders_next_gradient() -> None:
     net = started(2, LossBound(p_low=0.5, p_high=0.5, holes="residual"))
     grads = [np.full(1448, rank, np.float32) for rank in (1, 2)]
     net.begin(grads, [1.0, 1.0])
-    out = memoryview(bytearray(65535))
-    net.ranks[1].next_datagrams(0, out, net.now, max_segments=2, max_bytes=65535)
-    first = 1472 if out[19] == 0 else 0
-    net.ranks[0].receive_datagrams(1, out[first:], 1472, 1472, net.now)
+    lose_chunk_0(net)
     net.run_until(Reduced)
     later = [np.zeros(1448, np.float32) for _ in range(2)]
 
