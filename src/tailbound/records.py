@@ -40,7 +40,8 @@ class RoundReport(
     bucket: int
     """Which bucket of the step."""
     direction: Literal["in", "back"]
-    """``in``: gradient to the server (lossy). ``back``: mean to the worker (exact)."""
+    """``in``: gradient to the server (lossy). ``back``: mean to the worker (exact,
+    but for ``LossBound.p_back``)."""
     p: float
     """Loss bound of this round, a share in [0, 1)."""
     critical: bool
