@@ -319,6 +319,26 @@ def test_data_that_comes_before_its_announcement_opens_a_round_of_a_known_shape(
     assert (grads[0] == 1.0).all()
 
 
+def test_no_sender_is_stopped_while_a_shape_is_a_guess() -> None:
+    """All of a shard is there; a timer looks at the round before it is announced."""
+    net = started(2)
+    grads = [np.full(1000, 1.0, np.float32) for _ in range(2)]
+    net.all_reduce(grads, [1.0, 1.0])
+    net.begin(grads, [1.0, 1.0], ranks=[1], step=2)
+    out = memoryview(bytearray(65535))
+    sent = net.ranks[1].next_datagrams(0, out, net.now, max_segments=9, max_bytes=65535)
+    assert sent is not None
+    net.ranks[0].receive_datagrams(1, out, *sent, net.now)
+
+    net.ranks[0].handle_timer(net.now)
+    net.ranks[0].settle(net.now)
+
+    assert net.ranks[0].next_control(1) is None
+    net.begin(grads, [1.0, 1.0], ranks=[0], step=2)
+    net.run_until(Reduced)
+    assert (grads[0] == 1.0).all()
+
+
 def test_a_shape_that_was_guessed_wrong_is_forgotten() -> None:
     net = started(2)
     grads = [np.full(1000, 1.0, np.float32) for _ in range(2)]
