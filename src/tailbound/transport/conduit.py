@@ -50,9 +50,10 @@ ask for it at once; doubles each time."""
 MAX_NUDGES = 5
 NUDGE = encode_control(Nudge())
 NO_PROOF = Refuse(
+    # As it is read at the other end: here is there.
     "secret",
-    "set, and yours is another one or none",
-    "no proof of it",
+    "none, or another one",
+    "one that must be proved",
     "set the same TAILBOUND_SECRET on every rank",
 )
 UNPROVED = (
