@@ -37,20 +37,23 @@ def measure(level: Level, segment_bytes: int, mbytes: float) -> dict[str, float 
     sealer = Sealer(keys(), level, header_bytes=HEADER_BYTES)
     opener = Opener(keys(), level, header_bytes=HEADER_BYTES)
     num = BATCH_BYTES // segment_bytes
-    batch, size = memoryview(bytearray(BATCH_BYTES)), num * segment_bytes
+    plain_bytes = segment_bytes - TRAILER_BYTES
+    batch, sealed, opened = (memoryview(bytearray(BATCH_BYTES)) for _ in range(3))
     data_bytes = num * (segment_bytes - HEADER_BYTES - TRAILER_BYTES)
     seal_s = open_s = 0.0
     turns = max(1, int(1e6 * mbytes / data_bytes))
     cpu_s = time.process_time()
+    batch[0] = 1
     for _ in range(turns):
         begun_s = time.perf_counter()
-        sealer.seal(batch, size, segment_bytes)
+        size = sealer.seal(batch, num * plain_bytes, plain_bytes, sealed)
         sealed_s = time.perf_counter()
-        if opener.open_untrusted(batch, size, segment_bytes):
-            raise SystemExit("a datagram did not open")
+        opener.open_untrusted(sealed, size, segment_bytes, opened)
         open_s += time.perf_counter() - sealed_s
         seal_s += sealed_s - begun_s
     cpu_s = time.process_time() - cpu_s
+    if opened != batch:
+        raise SystemExit("a datagram did not open")
     total = turns * data_bytes
     return {
         "level": level,

@@ -2,6 +2,7 @@
 
     python benchmarks/throughput.py --mbytes 100 --workers 1 --rounds 10
     python benchmarks/throughput.py --workers 3 --out benchmarks/results/x.json
+    python benchmarks/throughput.py --security session authenticated encrypted
 
 Each repeat measures the kernel first (UDP_SEGMENT and UDP_GRO between two processes,
 nothing else done with the bytes) and then tailbound, so that the ratio holds on a
@@ -10,6 +11,7 @@ both ways; it includes the mean, its norm and all that a real round does.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -19,15 +21,16 @@ import struct
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 import tailbound
-from tailbound.config import LossBound, Transport
+from tailbound.config import LossBound, Security, Transport
 from tailbound.protocol.messages import BucketSpec
 from tailbound.transport.group import Group, Server
 
+SECRET = "of this benchmark alone"
 SOL_UDP, UDP_SEGMENT, UDP_GRO, SO_RCVBUFFORCE = 17, 103, 104, 33
 
 
@@ -91,8 +94,8 @@ def raw_pump(num_bytes: int, datagram_bytes: int) -> dict[str, float]:
     }
 
 
-def serve(conn: Any, workers: int, mtu: int, rounds: int) -> None:
-    server = Server(workers, transport=Transport(mtu=mtu, timeout_s=60.0))
+def serve(conn: Any, workers: int, mtu: int, security: str) -> None:
+    server = Server(workers, transport=make_transport(mtu, security))
     conn.send(server.address)
     server.run()
     overflow = sum(
@@ -102,7 +105,14 @@ def serve(conn: Any, workers: int, mtu: int, rounds: int) -> None:
     conn.send(overflow)
 
 
-def work(conn: Any, rank: int, options: argparse.Namespace, address: str) -> None:
+def make_transport(mtu: int, security: str) -> Transport:
+    level = cast(Security, security)
+    return Transport(mtu=mtu, timeout_s=60.0, security=level, secret=SECRET)
+
+
+def work(
+    conn: Any, rank: int, options: argparse.Namespace, address: str, security: str
+) -> None:
     num = options.mbytes * 1_000_000 // 4
     group = Group(
         address,
@@ -110,7 +120,7 @@ def work(conn: Any, rank: int, options: argparse.Namespace, address: str) -> Non
         world_size=options.workers,
         buckets=(BucketSpec("float32", ("gradient",), ((num,),)),),
         bound=LossBound.fixed(0.0),
-        transport=Transport(mtu=options.mtu, timeout_s=60.0),
+        transport=make_transport(options.mtu, security),
     )
     grad_N = np.random.default_rng(options.seed + rank).standard_normal(num, np.float32)
     group.all_reduce(grad_N, 1.0)  # touches all memory once
@@ -134,17 +144,17 @@ def work(conn: Any, rank: int, options: argparse.Namespace, address: str) -> Non
     group.close()
 
 
-def tailbound_push(options: argparse.Namespace) -> dict[str, float]:
+def tailbound_push(options: argparse.Namespace, security: str) -> dict[str, float]:
     """One job: its rounds' throughput, repairs and CPU."""
     ours, theirs = mp.Pipe()
-    args = (theirs, options.workers, options.mtu, options.rounds)
+    args = (theirs, options.workers, options.mtu, security)
     server = mp.Process(target=serve, args=args)
     server.start()
     address = ours.recv()
     pipes, processes = [], []
     for rank in range(options.workers):
         near, far = mp.Pipe()
-        process = mp.Process(target=work, args=(far, rank, options, address))
+        process = mp.Process(target=work, args=(far, rank, options, address, security))
         process.start()
         pipes.append(near)
         processes.append(process)
@@ -178,6 +188,19 @@ def tailbound_push(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def median_ratio(pairs: list[dict[str, Any]], security: str) -> dict[str, float]:
+    """Ours over the kernel's at one level."""
+    ours = [pair for pair in pairs if pair["security"] == security]
+
+    def ratio(above: str, below: str) -> float:
+        return statistics.median(p["tailbound"][above] / p["raw"][below] for p in ours)
+
+    return {
+        "throughput": ratio("in_gb_per_s", "gb_per_s"),
+        "cpu": ratio("cpu_ms_per_mb", "cpu_ms_per_mb"),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbytes", type=int, default=100)
@@ -186,34 +209,29 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--security", nargs="+", default=["session"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     pairs = []
-    for repeat in range(options.repeats):
+    for repeat, security in itertools.product(range(options.repeats), options.security):
         raw = raw_pump(options.mbytes * 4_000_000, options.mtu - 28)
-        ours = tailbound_push(options)
-        pairs.append({"raw": raw, "tailbound": ours})
+        ours = tailbound_push(options, security)
+        pairs.append({"security": security, "raw": raw, "tailbound": ours})
         print(
-            f"{repeat}: kernel {raw['gb_per_s']:.2f} GB/s, "
+            f"{repeat} {security}: kernel {raw['gb_per_s']:.2f} GB/s, "
             f"{raw['cpu_ms_per_mb']:.2f} CPU-ms/MB; tailbound in "
             f"{ours['in_gb_per_s']:.2f} (best {ours['in_best_gb_per_s']:.2f}) back "
             f"{ours['back_gb_per_s']:.2f} GB/s, {ours['cpu_ms_per_mb']:.2f} CPU-ms/MB, "
             f"repairs {ours['retransmitted_share']:.2%}, "
             f"overflow {ours['overflow']:.0f}"
         )
-    ratios = {
-        "throughput": statistics.median(
-            pair["tailbound"]["in_gb_per_s"] / pair["raw"]["gb_per_s"] for pair in pairs
-        ),
-        "cpu": statistics.median(
-            pair["tailbound"]["cpu_ms_per_mb"] / pair["raw"]["cpu_ms_per_mb"]
-            for pair in pairs
-        ),
-    }
-    print(
-        f"tailbound over kernel: throughput {ratios['throughput']:.2f}, "
-        f"CPU {ratios['cpu']:.1f}"
-    )
+    ratios = {}
+    for security in options.security:
+        ratio = ratios[security] = median_ratio(pairs, security)
+        print(
+            f"{security}, tailbound over kernel: throughput {ratio['throughput']:.2f}, "
+            f"CPU {ratio['cpu']:.1f}"
+        )
     if options.out is not None:
         record = {
             "benchmark": "throughput",
@@ -229,7 +247,7 @@ def main() -> None:
             },
             "machine": f"{os.cpu_count()} cores, {platform.machine()}",
             "pairs": pairs,
-            "median_ratio": ratios,
+            "median_ratio": ratios if len(ratios) > 1 else ratios[options.security[0]],
         }
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(record, indent=2) + "\n")

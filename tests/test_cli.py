@@ -365,6 +365,8 @@ def test_serve_prints_one_json_object_at_its_end(
         (["--workers", "1", "--bind", "host:99999"], "an address is host:port or"),
         (["--workers", "1", "--port-range", "9000"], "--port-range is FIRST-LAST"),
         (["--workers", "1", "--port-range", "5-70000"], "port_range is (first, last)"),
+        (["--workers", "1", "--security", "top"], "security is one of ('session', "),
+        (["--workers", "1", "--security", "encrypted"], "security='encrypted' needs a"),
     ],
 )
 def test_serve_refuses_what_makes_no_sense(

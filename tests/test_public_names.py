@@ -13,6 +13,7 @@ import tailbound
 
 PUBLIC = [
     "BurstLoss",
+    "Certificates",
     "ComputeBound",
     "ConfigError",
     "DdpState",

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tailbound.config import ComputeBound, LossBound, Transport
+    from tailbound.config import Certificates, ComputeBound, LossBound, Transport
     from tailbound.errors import (
         ConfigError,
         HandshakeError,
@@ -57,6 +57,7 @@ _HOME = {
     "bounded_allreduce": "training.hook",
     "ddp_state": "training.hook",
     # settings
+    "Certificates": "config",
     "ComputeBound": "config",
     "LossBound": "config",
     "Transport": "config",
@@ -89,6 +90,7 @@ _HOME = {
 
 __all__ = [
     "BurstLoss",
+    "Certificates",
     "ComputeBound",
     "ConfigError",
     "DdpState",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -201,6 +201,9 @@ def serve(
     join_timeout_s: Annotated[
         float, typer.Option(help="Longest wait for all workers to join.")
     ] = 3600.0,
+    security: Annotated[
+        str, typer.Option(help="session, authenticated or encrypted, as the workers'.")
+    ] = "session",
     as_json: Json = False,
 ) -> None:
     """Run the server of a job as a process of its own.
@@ -209,7 +212,7 @@ def serve(
     """
     import msgspec
 
-    from tailbound.config import Transport, format_address, parse_address
+    from tailbound.config import Security, Transport, format_address, parse_address
     from tailbound.transport.group import Server
 
     host, port = parse_address(
@@ -220,6 +223,7 @@ def serve(
         port_range=None if port_range is None else _parse_range(port_range),
         timeout_s=timeout_s,
         secret=os.environ.get("TAILBOUND_SECRET") or None,
+        security=cast("Security", security),
     )
     server = Server(
         workers,

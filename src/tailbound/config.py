@@ -11,6 +11,8 @@ from typing import Literal
 from tailbound.errors import ConfigError
 from tailbound.impairments import Impairments
 
+MIN_SEALED_MTU = 600
+"""What sealing adds to a datagram comes on top of the smallest packet."""
 MIN_SECRET = 16
 """Characters of a secret: who overheard a proof can try secrets out."""
 
@@ -19,6 +21,7 @@ Compare = Literal["step", "check"]
 Holes = Literal["zero", "received_mean", "residual"]
 Order = Literal["rotate", "fixed", "norm"]
 Plan = Literal["sharded", "server"]
+Security = Literal["session", "authenticated", "encrypted"]
 Preempt = Literal["micro_batch", "backward"]
 Partial = Literal["keep", "discard"]
 Normalize = Literal["computed", "planned", "constant"]
@@ -240,6 +243,18 @@ class LossBound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Certificates:
+    """A rank's own certificate, and who must have signed the others'. Files, PEM."""
+
+    cert: str
+    """Certificate of this rank, with the intermediate ones if there are any."""
+    key: str
+    """Its private key, without a passphrase."""
+    ca: str
+    """Authorities: a peer whose certificate none of them signed gets nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
     """How bytes travel between the ranks. The defaults fit one Ethernet segment."""
 
@@ -264,11 +279,24 @@ class Transport:
     """What every process of the job must prove that it knows, 16 characters or more,
     before a word of it is heard. None: the environment's ``TAILBOUND_SECRET``, if set,
     where ranks meet. See docs/security.md."""
+    security: Security = "session"
+    """``authenticated``: control over TLS 1.3, and no datagram counts that the peer did
+    not seal. ``encrypted``: nor can anybody else read them. Both need a secret or
+    ``certificates``, and the extra ``tailbound[security]``. See docs/security.md."""
+    certificates: Certificates | None = None
+    """For the upper two levels: the job's own instead of ones made at the start."""
     impairments: Impairments | None = None
     """Loss and delay added to what this process receives; for tests and the lab."""
 
     def __post_init__(self) -> None:
-        _check_choices(("plan", self.plan, ("sharded", "server")))
+        _check_choices(
+            ("plan", self.plan, ("sharded", "server")),
+            ("security", self.security, ("session", "authenticated", "encrypted")),
+        )
+        require(
+            self.certificates is None or self.security != "session",
+            "certificates need security='authenticated' or 'encrypted', not 'session'",
+        )
         require(
             self.secret is None or len(self.secret) >= MIN_SECRET,
             f"a secret has {MIN_SECRET} characters or more; make one with "
@@ -282,6 +310,11 @@ class Transport:
             self.mtu == "auto"
             or (isinstance(self.mtu, int) and 576 <= self.mtu <= 65535),
             f"mtu is 'auto' or 576 to 65535 bytes, not {self.mtu!r}",
+        )
+        require(
+            self.mtu == "auto" or self.mtu >= MIN_SEALED_MTU or not self.is_sealed,
+            f"mtu is {MIN_SEALED_MTU} bytes or more with security={self.security!r}, "
+            f"not {self.mtu!r}",
         )
         require(
             self.timeout_s > 0.0 and math.isfinite(self.timeout_s),
@@ -299,6 +332,23 @@ class Transport:
                 1 <= first <= last <= 65535,
                 f"port_range is (first, last) within 1 to 65535, not {self.port_range}",
             )
+
+    @property
+    def is_sealed(self) -> bool:
+        """Datagrams carry a tag, and control messages go through TLS."""
+        return self.security != "session"
+
+    def require_credentials(self) -> None:
+        """Check that ranks can prove who they are, if they have to.
+
+        Raises:
+            ConfigError: neither a secret nor certificates.
+        """
+        require(
+            not self.is_sealed or self.secret is not None or bool(self.certificates),
+            f"security={self.security!r} needs a secret or certificates: set "
+            "TAILBOUND_SECRET on every rank, or Transport(certificates=...)",
+        )
 
 
 def parse_address(text: str) -> tuple[str, int]:

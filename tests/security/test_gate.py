@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tailbound.protocol.messages import Bye
 from tailbound.protocol.wire import encode_control
-from tailbound.security.gate import GREETING_BYTES, MAGIC, Gate
+from tailbound.security.gate import GREETING_BYTES, MAGICS, Gate
 
 SECRET = b"correct horse battery"
 NONCES = bytes(range(32)), bytes(range(32, 64))
@@ -142,6 +142,6 @@ def test_no_other_bytes_open_it(data: bytes) -> None:
 def test_no_other_bytes_after_its_name_open_it(tail: bytes) -> None:
     first, _ = pair()
 
-    assert first.feed_untrusted(MAGIC + tail) == b""
+    assert first.feed_untrusted(MAGICS["session"] + tail) == b""
     assert first.has_failed
-    assert len(MAGIC) + 32 == GREETING_BYTES
+    assert len(MAGICS["session"]) + 32 == GREETING_BYTES

@@ -11,7 +11,7 @@ import pytest
 from jobs import QUICK, Work, driven, reduced, run_job, vector
 from tailbound.config import Transport
 from tailbound.errors import HandshakeError, PeerLostError
-from tailbound.security.gate import MAGIC
+from tailbound.security.gate import MAGICS
 from tailbound.transport.group import Server
 from tailbound.transport.mesh import MeshGroup
 from transport.test_mesh import run_mesh
@@ -86,12 +86,12 @@ def test_a_wrong_proof_is_answered_with_a_reason_and_without_the_secret() -> Non
     with driven(server):
         host, port = server.address.rsplit(":", 1)
         with socket.create_connection((host, int(port)), timeout=5.0) as stranger:
-            stranger.sendall(MAGIC + bytes(64))
+            stranger.sendall(MAGICS["session"] + bytes(64))
             words = b""
             while data := stranger.recv(4096):
                 words += data
 
-    assert words.startswith(MAGIC)
+    assert words.startswith(MAGICS["session"])
     assert b"TAILBOUND_SECRET" in words
     assert b"horse" not in words
 

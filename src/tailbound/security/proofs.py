@@ -26,11 +26,14 @@ class Transcript(NamedTuple):
     connecting_nonce: bytes
     accepting_nonce: bytes
     """Each NONCE_BYTES."""
+    binding: bytes = b""
+    """Names what the connection runs through, such as a certificate's digest: the same
+    for both ends unless somebody sits between them."""
 
     def pack(self) -> bytes:
-        """As bytes of a fixed length, so that no two transcripts look alike."""
+        """As bytes, such that no two transcripts look alike: only the last varies."""
         head = _HEAD.pack(self.version)
-        return head + self.connecting_nonce + self.accepting_nonce
+        return head + self.connecting_nonce + self.accepting_nonce + self.binding
 
     def digest(self) -> bytes:
         """32 bytes that no other connection has: the salt of this link's keys."""

@@ -1,8 +1,11 @@
-"""Seal datagrams in place, a batch at a time, and open them at the other end.
+"""Seal datagrams, a batch at a time, and open them at the other end.
 
 A sealed datagram has 24 bytes more than a plain one::
 
     header ...  data ...  tag (16)  number (8)
+
+A batch goes from one buffer into another: the cipher reads and writes every byte
+anyway, and plain datagrams lie back to back, with no room for what sealing adds.
 
 ``number`` counts the datagrams of one direction of one link, repairs included, from 0.
 It is the nonce, with four zero bytes before it: AES-GCM breaks if a key meets a nonce
@@ -112,32 +115,49 @@ class Sealer:
         self._next_number = first_number
         self._cipher = keys.cipher(first_number // KEY_PERIOD)
 
-    def seal(self, batch: memoryview, num_bytes: int, segment_bytes: int) -> None:
-        """Seal datagrams that lie back to back, in place.
+    def seal(
+        self, batch: memoryview, num_bytes: int, segment_bytes: int, into: memoryview
+    ) -> int:
+        """Seal datagrams that lie back to back.
 
         Args:
-            batch: room for each datagram and, behind its data, TRAILER_BYTES more.
+            batch: plain datagrams.
             num_bytes: in use; the last datagram may be shorter than the others.
-            segment_bytes: of each datagram, trailer included.
+            segment_bytes: of each datagram.
+            into: another buffer, TRAILER_BYTES larger for each datagram.
+
+        Returns:
+            Bytes of the sealed batch; each datagram but the last has ``segment_bytes``
+            and TRAILER_BYTES.
         """
         header_bytes, is_encrypted = self._header_bytes, self._is_encrypted
-        number, cipher = self._next_number, self._cipher
+        number, cipher, end = self._next_number, self._cipher, 0
         for start in range(0, num_bytes, segment_bytes):
             stop = min(start + segment_bytes, num_bytes)
-            tag, tail = stop - TRAILER_BYTES, stop - NUMBER_BYTES
             if number % KEY_PERIOD == 0:
                 cipher = self._cipher = self._keys.cipher(number // KEY_PERIOD)
             # Counted before it is used: whatever goes wrong, never used again.
             self._next_number = number + 1
-            nonce, data = _nonce(0, number), start + header_bytes
+            nonce = _nonce(0, number)
+            data, tag, tail = (
+                end + header_bytes,
+                end + stop - start,
+                end + stop - start + TAG_BYTES,
+            )
             if is_encrypted:
+                header = into[end:data]
+                header[:] = batch[start : start + header_bytes]
                 cipher.encrypt_into(
-                    nonce, batch[data:tag], batch[start:data], batch[data:tail]
+                    nonce, batch[start + header_bytes : stop], header, into[data:tail]
                 )
             else:
-                cipher.encrypt_into(nonce, b"", batch[start:tag], batch[tag:tail])
-            _number.pack_into(batch, tail, number)
+                plain = batch[start:stop]
+                into[end:tag] = plain
+                cipher.encrypt_into(nonce, b"", plain, into[tag:tail])
+            _number.pack_into(into, tail, number)
             number += 1
+            end = tail + NUMBER_BYTES
+        return end
 
 
 class Opener:
@@ -163,30 +183,34 @@ class Opener:
         self._ciphers: dict[int, AESGCM] = {}
 
     def open_untrusted(
-        self, batch: memoryview, num_bytes: int, segment_bytes: int
-    ) -> int:
-        """Open datagrams that lie back to back, in place.
+        self, batch: memoryview, num_bytes: int, segment_bytes: int, into: memoryview
+    ) -> tuple[int, int]:
+        """Open datagrams that lie back to back.
 
-        One that does not open is overwritten with zeros: version 0, which no datagram
-        has, and nothing of what a forger wrote.
+        One that does not open becomes zeros: version 0, which no datagram has, and
+        nothing of what a forger wrote.
 
         Args:
             batch: as it was received.
             num_bytes: in use; the last datagram may be shorter than the others.
-            segment_bytes: of each datagram, trailer included.
+            segment_bytes: of each datagram.
+            into: another buffer, as large.
 
         Returns:
-            How many did not open.
+            Bytes of the plain batch, and of each datagram in it but the last.
         """
-        num_forged = 0
+        end = 0
         for start in range(0, num_bytes, segment_bytes):
             stop = min(start + segment_bytes, num_bytes)
-            if not self._open_one(batch, start, stop):
-                batch[start:stop] = bytes(stop - start)
-                num_forged += 1
-        return num_forged
+            plain = into[end : end + _plain_bytes(stop - start)]
+            if not self._open_one(batch, start, stop, plain):
+                plain[:] = bytes(len(plain))
+            end += len(plain)
+        return end, _plain_bytes(segment_bytes)
 
-    def _open_one(self, batch: memoryview, start: int, stop: int) -> bool:
+    def _open_one(
+        self, batch: memoryview, start: int, stop: int, plain: memoryview
+    ) -> bool:
         data, tag, tail = (
             start + self._header_bytes,
             stop - TRAILER_BYTES,
@@ -199,14 +223,16 @@ class Opener:
         cipher = self._ciphers.get(period) or self._find_cipher(period)
         if cipher is None:
             return False
-        nonce = _nonce(0, number)
+        nonce, header = _nonce(0, number), batch[start:data]
         try:
             if self._is_encrypted:
                 cipher.decrypt_into(
-                    nonce, batch[data:tail], batch[start:data], batch[data:tag]
+                    nonce, batch[data:tail], header, plain[self._header_bytes :]
                 )
+                plain[: self._header_bytes] = header
             else:
                 cipher.decrypt(nonce, batch[tag:tail], batch[start:tag])
+                plain[:] = batch[start:tag]
         except self._invalid:
             return False
         if period > self._period:
@@ -224,3 +250,50 @@ class Opener:
         self._period = period
         for old in [other for other in self._ciphers if other < period - 1]:
             del self._ciphers[old]
+
+
+def _plain_bytes(sealed_bytes: int) -> int:
+    """Of an opened datagram; 1 for what is too short to be sealed."""
+    return max(1, sealed_bytes - TRAILER_BYTES)
+
+
+class Sealing:
+    """Both directions of one link, as one end has them.
+
+    Args:
+        level: of both ends.
+        secret: of the job.
+        salt: of this incarnation of the link.
+        is_connecting: whether this end opened the connection. As keys have it, that
+            end is 0 and the other 1, whatever rank a peer claims to be.
+        header_bytes: that stay readable in any case.
+        max_bytes: of a sealed batch.
+    """
+
+    def __init__(
+        self,
+        level: Level,
+        *,
+        secret: bytes,
+        salt: bytes,
+        is_connecting: bool,
+        header_bytes: int,
+        max_bytes: int,
+    ) -> None:
+        sender, receiver = (0, 1) if is_connecting else (1, 0)
+        ours = LinkKeys(secret, salt=salt, sender=sender, receiver=receiver)
+        theirs = LinkKeys(secret, salt=salt, sender=receiver, receiver=sender)
+        self._sealer = Sealer(ours, level, header_bytes=header_bytes)
+        self.opener = Opener(theirs, level, header_bytes=header_bytes)
+        self._into = memoryview(bytearray(max_bytes))
+
+    def seal(
+        self, batch: memoryview, num_bytes: int, segment_bytes: int
+    ) -> tuple[memoryview, int]:
+        """Seal a batch; good until the next call.
+
+        Returns:
+            The sealed batch, and bytes of each datagram in it but the last.
+        """
+        sealed_bytes = self._sealer.seal(batch, num_bytes, segment_bytes, self._into)
+        return self._into[:sealed_bytes], segment_bytes + TRAILER_BYTES

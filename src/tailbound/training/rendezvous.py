@@ -72,12 +72,13 @@ def read_secret(transport: Transport) -> Transport:
     """The transport, with the environment's secret if it has none of its own.
 
     Raises:
-        ConfigError: the environment's is too short.
+        ConfigError: the environment's is too short, or there is none and must be one.
     """
     found = os.environ.get("TAILBOUND_SECRET")
-    if transport.secret is not None or not found:
-        return transport
-    return replace(transport, secret=found)
+    if transport.secret is None and found:
+        transport = replace(transport, secret=found)
+    transport.require_credentials()
+    return transport
 
 
 def find_server(place: Place, transport: Transport) -> tuple[str, Server | None]:

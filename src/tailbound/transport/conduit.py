@@ -12,13 +12,15 @@ import socket
 import struct
 import termios
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.link import Link
 from tailbound.protocol.messages import Nudge, Refuse
 from tailbound.protocol.wire import encode_control
-from tailbound.security.gate import Gate
+from tailbound.security.channel import Channel, Failure
+from tailbound.security.sealing import TRAILER_BYTES, Sealing
 from tailbound.testing.impaired_path import ImpairedPath
 from tailbound.transport.batching import MAX_SEGMENTS
 from tailbound.transport.datagrams import SegmentTooLargeError
@@ -32,6 +34,8 @@ TCP_READ_BYTES = 1 << 18
 BATCHES_AT_ONCE = 4
 """Kernel batches packed in one go: half of a batch's cost is Python's, per call. More
 would not stay in the second-level cache until the kernel has copied it."""
+SEALED_BYTES = BATCHES_AT_ONCE * (BUFFER_BYTES + MAX_SEGMENTS * TRAILER_BYTES)
+"""The same batches when they are sealed."""
 MAX_GROUPS_PER_TURN = 4
 """Sent on one link before the others get their turn: 1 MiB."""
 KEEPALIVE = (
@@ -49,23 +53,23 @@ FIRST_NUDGE_S = 0.004
 ask for it at once; doubles each time."""
 MAX_NUDGES = 5
 NUDGE = encode_control(Nudge())
-NO_PROOF = Refuse(
-    # As it is read at the other end: here is there.
-    "secret",
-    "none, or another one",
-    "one that must be proved",
-    "set the same TAILBOUND_SECRET on every rank",
-)
-UNPROVED = (
-    "it did not prove that it knows this job's secret: set the same TAILBOUND_SECRET "
-    "on every rank"
-)
 DEVICE_PAUSE_S = 0.001
 """A full device (ENOBUFS) has no event that says when it has room again."""
 
 
 class Conduit:
-    """One link's sockets and what waits to pass through them."""
+    """One link's sockets and what waits to pass through them.
+
+    Args:
+        number: of the link at this station.
+        tcp: its connection.
+        udp: its socket.
+        link: as the endpoint sees it.
+        path: the bad network in front of it, if there is one.
+        channel: what control bytes pass through.
+        make_sealing: from the channel's salt, once it is open, and a batch's size;
+            None: datagrams are not sealed.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,8 @@ class Conduit:
         udp: UdpSocket,
         link: Link,
         path: ImpairedPath | None,
-        gate: Gate | None = None,
+        channel: Channel,
+        make_sealing: Callable[[bytes, int], Sealing] | None = None,
     ) -> None:
         self.number, self.tcp, self.udp, self.link, self.path = (
             number,
@@ -83,14 +88,13 @@ class Conduit:
             link,
             path,
         )
-        self.outgoing = bytearray()
-        """Control bytes that the kernel has not taken yet."""
-        self._gate = gate
-        """Until the peer has proved that it knows the secret, if the job has one."""
-        self._held = bytearray()
-        """Control bytes that wait for that."""
-        if gate is not None:
-            self._take_from_gate(gate)
+        self._channel = channel
+        self._make_sealing = make_sealing
+        self.is_sealed = make_sealing is not None
+        """No datagram counts before there is ``sealing``."""
+        self.sealing: Sealing | None = None
+        self.outgoing = channel.outgoing
+        """Bytes of the control stream that the kernel has not taken yet."""
         self.incoming: list[bytes] = []
         """Control bytes that were read and wait for the datagrams before them."""
         self.is_drained = True
@@ -127,33 +131,35 @@ class Conduit:
                 self.lost = error.strerror or str(error)
                 return
             if not data:
-                self.lost = UNPROVED if self._gate else "its connection closed"
+                self.lost = self._channel.closed
                 return
-            passed = data if self._gate is None else self._pass(self._gate, data)
+            passed = self._channel.feed_untrusted(data)
+            if self._channel.failure is not None:
+                self._give_up(self._channel.failure)
+                return
+            if self._make_sealing is not None and self._channel.is_open:
+                self.sealing = self._make_sealing(self._channel.salt, SEALED_BYTES)
+                self._make_sealing = None
             if passed:
                 self.incoming.append(passed)
             if len(data) < TCP_READ_BYTES:
                 return
 
-    def _pass(self, gate: Gate, data: bytes) -> bytes:
-        """Show bytes to the gate; returns what may go through."""
-        passed = gate.feed_untrusted(data)
-        self._take_from_gate(gate)
-        if gate.is_open:
-            self._gate = None
-            self.outgoing += self._held
-        elif gate.has_failed:
-            # For a peer without a secret, which reads control messages.
-            self.outgoing += encode_control(NO_PROOF)
-            with contextlib.suppress(OSError):
-                self.tcp.send(self.outgoing)
-            self.lost = UNPROVED
-            _log.warning("%s: %s", self.link.name, UNPROVED)
-        return passed
-
-    def _take_from_gate(self, gate: Gate) -> None:
-        self.outgoing += gate.outgoing
-        gate.outgoing.clear()
+    def _give_up(self, failure: Failure) -> None:
+        """The other end does not belong here: tell it, if it can be told."""
+        if failure.peer_reads_frames:
+            refuse = Refuse(
+                # As it is read at the other end: here is there.
+                failure.field,
+                failure.theirs,
+                failure.ours,
+                failure.remedy,
+            )
+            self.outgoing += encode_control(refuse)
+        with contextlib.suppress(OSError):
+            self.tcp.send(self.outgoing)
+        self.lost = failure.text
+        _log.warning("%s: %s", self.link.name, failure.text)
 
     def write_control(self) -> bool:
         """Give the TCP stream what waits; False if it takes no more."""
@@ -179,11 +185,11 @@ class Conduit:
         self.nudge_s = None
         if self.lost is not None or self.outgoing or not self._unacknowledged_bytes():
             return
-        if self._gate is not None:
+        if not self._channel.is_open:
             return  # a word of the protocol would come before the proof
+        self._channel.send(NUDGE)
         with contextlib.suppress(OSError):
-            # Not through ``outgoing``: a full stream needs no nudge.
-            self.tcp.send(NUDGE)
+            del self.outgoing[: self.tcp.send(self.outgoing)]
         self._num_nudges += 1
         if self._num_nudges < MAX_NUDGES:
             self.nudge_s = now + FIRST_NUDGE_S * 2.0**self._num_nudges
@@ -207,8 +213,7 @@ class Conduit:
                 return False
             # After the datagrams before it, or a probe would overtake them.
             while (data := endpoint.next_control(number)) is not None:
-                waiting = self.outgoing if self._gate is None else self._held
-                waiting += data
+                self._channel.send(data)
             if address is None or turn == MAX_GROUPS_PER_TURN:
                 break
             sent = endpoint.next_datagrams(
@@ -221,8 +226,12 @@ class Conduit:
             )
             if sent is None:
                 break
-            self._pending = self._batch[: sent[0]]
-            self._pending_segment_bytes = sent[1]
+            if self.sealing is not None:
+                sent_sealed = self.sealing.seal(self._batch, *sent)
+                self._pending, self._pending_segment_bytes = sent_sealed
+            else:
+                self._pending = self._batch[: sent[0]]
+                self._pending_segment_bytes = sent[1]
         return True
 
     def _send_pending(
@@ -239,7 +248,8 @@ class Conduit:
                     return True
                 sent = len(self._pending)
                 if self.link.check is not None:
-                    self.link.check.exclude(error.segment_bytes)
+                    added = TRAILER_BYTES if self.is_sealed else 0
+                    self.link.check.exclude(error.segment_bytes - added)
             self._pending = self._pending[sent:]
             if self._pending:
                 if self.udp.blocked_by_device:

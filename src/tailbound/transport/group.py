@@ -17,6 +17,7 @@ from tailbound.protocol.messages import BucketSpec
 from tailbound.protocol.server import ServerEndpoint
 from tailbound.protocol.worker import WorkerEndpoint
 from tailbound.transport.addresses import listen
+from tailbound.transport.credentials import Credentials
 from tailbound.transport.driver import Driver
 from tailbound.transport.links import join_peer, open_link
 from tailbound.transport.member import Events, Member
@@ -49,6 +50,7 @@ class Server:
         if world_size < 1:
             raise ConfigError(f"a job has 1 or more workers, not {world_size}")
         transport = transport or Transport()
+        credentials = Credentials(transport)
         port_range = None if port else transport.port_range
         listener = listen(host, port, port_range)
         local_host, local_port, *_ = listener.getsockname()
@@ -68,7 +70,7 @@ class Server:
             listener=listener,
             accept=lambda tcp: open_link(tcp, transport, world_size),
             impairments=transport.impairments,
-            secret=transport.secret,
+            credentials=credentials,
         )
 
     def run(self) -> None:
@@ -122,6 +124,7 @@ class Group(Member):
     ) -> None:
         self.rank, self.world_size = rank, world_size
         transport = transport or Transport()
+        credentials = Credentials(transport)
         self._server = server
         self._endpoint = WorkerEndpoint(
             rank,
@@ -136,7 +139,7 @@ class Group(Member):
             self._endpoint,
             self._events.put,
             impairments=transport.impairments,
-            secret=transport.secret,
+            credentials=credentials,
         )
         self._stations.append(station)
         try:

@@ -6,6 +6,7 @@ import time
 from tailbound.config import Transport, format_address, parse_address
 from tailbound.errors import ConfigError, UnreachableError
 from tailbound.protocol.link import Link
+from tailbound.security.sealing import TRAILER_BYTES
 from tailbound.transport.addresses import resolve_bind, route_mtu
 from tailbound.transport.udp import UdpSocket
 
@@ -49,6 +50,8 @@ def open_link(
         mtu = transport.mtu
     else:
         mtu = min(route_mtu(peer, local), LARGEST_AUTO_MTU)
+    if transport.is_sealed:
+        mtu -= TRAILER_BYTES  # as the endpoint fills datagrams
     link = Link(
         peer_rank=-1,
         name=f"the connection from {format_address(peer, peer_port)}",

@@ -31,6 +31,7 @@ from tailbound.protocol.mesh import MeshEndpoint
 from tailbound.protocol.mesh_plan import MeshPlan
 from tailbound.reduction import FORMATS
 from tailbound.transport.addresses import listen
+from tailbound.transport.credentials import Credentials
 from tailbound.transport.links import join_peer, open_link
 from tailbound.transport.member import Member, warn_if_given_up
 from tailbound.transport.station import Station
@@ -88,6 +89,7 @@ class MeshGroup(Member):
         """By counter of the round, in the driver's thread."""
         self._num_tickets = 0
         self._step = 0
+        credentials = Credentials(transport)
         _check_ports(transport.port_range, world_size)
         listener = listen(host, 0, transport.port_range)
         try:
@@ -112,7 +114,7 @@ class MeshGroup(Member):
             listener=listener,
             accept=lambda tcp: open_link(tcp, transport, world_size - 1),
             impairments=transport.impairments,
-            secret=transport.secret,
+            credentials=credentials,
         )
         self._stations.append(station)
         self._driver.add(station)

@@ -5,22 +5,22 @@ time (DESIGN decision 8).
 """
 
 import errno
-import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from tailbound.config import Transport
 from tailbound.errors import ConfigError, TailboundError
 from tailbound.impairments import Impairments
 from tailbound.protocol.endpoint import Endpoint
 from tailbound.protocol.events import Event
 from tailbound.protocol.link import Link
-from tailbound.security.gate import Gate
-from tailbound.security.proofs import NONCE_BYTES
 from tailbound.testing.impaired_path import Batch, ImpairedPath
 from tailbound.transport.conduit import BUFFER_BYTES, Conduit, make_quick
+from tailbound.transport.credentials import Credentials
 from tailbound.transport.forks import close_in_forked_children
 from tailbound.transport.udp import UdpSocket
 from tailbound.transport.vector import DatagramVector, find_recvmmsg
@@ -44,19 +44,23 @@ class Station:
         listener: socket.socket | None = None,
         accept: Callable[[socket.socket], tuple[UdpSocket, Link]] | None = None,
         impairments: Impairments | None = None,
-        secret: str | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.endpoint, self.on_event = endpoint, on_event
         self.listener, self._accept = listener, accept
         self.conduits: dict[int, Conduit] = {}
         self.is_over = False
-        self._impairments, self._secret = impairments, secret
+        self._impairments = impairments
+        self._credentials = credentials or Credentials(Transport())
         self._rng: np.random.Generator | None = None
         if impairments is not None and not impairments.is_none:
             self._rng = np.random.default_rng(impairments.seed)
         self._numbers = 0
         joined = IMPAIRED_BYTES if self._rng is not None else JOINED_BYTES
         self._buffer = memoryview(bytearray(joined + BUFFER_BYTES))
+        self._opened = self._buffer[:0]
+        if self._credentials.is_sealed:
+            self._opened = memoryview(bytearray(len(self._buffer)))
         recvmmsg = find_recvmmsg()
         self._vector = (
             None if recvmmsg is None else DatagramVector(self._buffer, recvmmsg)
@@ -84,11 +88,14 @@ class Station:
         path = None
         if self._rng is not None and self._impairments is not None:
             path = ImpairedPath(self._impairments, self._rng.spawn(1)[0])
-        gate = None
-        if self._secret is not None:
-            nonce = os.urandom(NONCE_BYTES)
-            gate = Gate(self._secret.encode(), nonce, is_connecting=is_connecting)
-        conduit = Conduit(self._numbers, tcp, udp, link, path, gate)
+        credentials = self._credentials
+        channel = credentials.make_channel(is_connecting=is_connecting)
+        make_sealing = None
+        if credentials.is_sealed:
+            make_sealing = partial(
+                credentials.make_sealing, is_connecting=is_connecting
+            )
+        conduit = Conduit(self._numbers, tcp, udp, link, path, channel, make_sealing)
         self.conduits[conduit.number] = conduit
         self._numbers += 1
         return conduit
@@ -197,6 +204,14 @@ class Station:
     ) -> None:
         """Give what stands in the buffer to the endpoint, or to the bad network."""
         data = self._buffer if data is None else data
+        if conduit.is_sealed:
+            if conduit.sealing is None:
+                self.endpoint.count_foreign(conduit.number, -(-num_bytes // size))
+                return
+            num_bytes, size = conduit.sealing.opener.open_untrusted(
+                data, num_bytes, size, self._opened
+            )
+            data = self._opened
         if conduit.path is not None:
             conduit.path.push_datagrams(Batch(data, num_bytes, size), now)
         else:
