@@ -183,9 +183,10 @@ def test_none_outlives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         'print(\'{"kind": "ready"}\', flush=True); time.sleep(60)'
     )
+    deaf = 'import time; print(\'{"kind": "ready"}\', flush=True); time.sleep(60)'
     children = Children(decode_answer)
-    started = [start(children, code) for code in (stubborn, stubborn, READ_ALL)]
-    listen(children, 2)
+    started = [start(children, code) for code in (stubborn, stubborn, deaf)]
+    listen(children, 3)
     ended_s = time.monotonic()
 
     children.__exit__(KeyError, KeyError("lr"), None)
