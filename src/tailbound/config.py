@@ -20,6 +20,7 @@ Test = Literal["change", "drop"]
 Compare = Literal["step", "check"]
 Holes = Literal["zero", "received_mean", "residual"]
 Order = Literal["rotate", "fixed", "norm"]
+Repairing = Literal["plain", "burst"]
 Plan = Literal["sharded", "server"]
 Security = Literal["session", "authenticated", "encrypted"]
 Preempt = Literal["micro_batch", "backward"]
@@ -155,6 +156,10 @@ class LossBound:
     order: Order = "rotate"
     """Which chunks leave first: another start each round, always the same, or the
     largest norm first. The last to leave are the first to be given up."""
+    repair: Repairing = "plain"
+    """``plain``: a pass over what is missing sends each chunk once (the paper).
+    ``burst``: while much more is lost than a link usually loses, several times, so that
+    fewer round trips end the round; at most 1.5 times the bytes (0035)."""
     deadline_s: float | Literal["auto"] | None = None
     """Seconds after a gradient's first sign at which its owner takes what is there,
     even if more than p is missing. None: it waits. ``auto``: learned from arrival
@@ -188,6 +193,7 @@ class LossBound:
             ("compare", self.compare, ("step", "check")),
             ("holes", self.holes, ("zero", "received_mean", "residual")),
             ("order", self.order, ("rotate", "fixed", "norm")),
+            ("repair", self.repair, ("plain", "burst")),
         )
         require(
             0.0 <= self.residual_momentum < 1.0,

@@ -248,7 +248,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             return
         self.probes += 1
         bits = bits_of(set(self.first), self.num)
-        assert self.receiver.next_control() == Bitmap(*NAMES, bits)
+        assert self.receiver.next_control() == Bitmap(*NAMES, bits, self.allowed)
 
     @rule(sent_bytes=st.integers(0, 10**6))
     def mark(self, sent_bytes: int) -> None:

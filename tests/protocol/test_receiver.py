@@ -254,6 +254,14 @@ def test_a_probe_is_answered_with_the_newest_bitmap() -> None:
     assert receiver.statistics().probes == 3
 
 
+def test_a_bitmap_says_how_many_chunks_may_be_missing_in_the_end() -> None:
+    """0.408 of 4 chunks are 1.6."""
+    receiver = make_receiver(loss_bound=0.408)
+    receiver.receive_probe()
+
+    assert receiver.next_control() == Bitmap(*NAMES, b"\x00", allowed=1)
+
+
 def test_a_mark_is_answered_with_what_it_said() -> None:
     receiver = make_receiver()
 

@@ -14,6 +14,7 @@ from tailbound.errors import (
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
 from tailbound.protocol.messages import Bitmap, Mark, MarkSeen, Probe, Stop
+from tailbound.protocol.repair import Repair
 from tailbound.protocol.sender import TRANSITIONS, Sender, SenderState
 
 KEY = RoundKey(7, 2, Direction.IN)
@@ -31,6 +32,7 @@ def make_sender(
     window_bytes: int = 1 << 20,
     timeout_s: float = 60.0,
     silence_s: float = 5.0,
+    repair: Repair | None = None,
 ) -> Sender:
     return Sender(
         KEY,
@@ -41,6 +43,7 @@ def make_sender(
         window_bytes=window_bytes,
         timeout_s=timeout_s,
         silence_s=silence_s,
+        repair=repair,
     )
 
 
@@ -213,6 +216,31 @@ def test_only_what_the_bitmap_shows_missing_is_sent_again_in_the_same_order() ->
     sender.receive_untrusted(bitmap(b"\xb5\x40"), 1.0)  # 1, 4, 6, 8 missing
 
     assert send_all(sender, 1.0) == [6, 8, 1, 4]
+
+
+def test_a_burst_is_repaired_with_copies_one_after_the_other() -> None:
+    """19 elements are ten chunks, the last one short; it ends a batch each time."""
+    layout = ChunkLayout(19, itemsize=2, room_bytes=4)
+    sender = make_sender(layout, repair=Repair())
+    assert send_all(sender) == list(range(10))
+
+    # 4 and 9 are missing, at most one may be: 2 * 0.2**2 would be enough.
+    sender.receive_untrusted(Bitmap(*NAMES, b"\xf7\x80", allowed=1), now=0.0)
+
+    batches = []
+    while (batch_K := sender.next_chunks(0.0, 64, 65535)) is not None:
+        batches.append(batch_K.tolist())
+    assert batches == [[4, 9], [4, 9]]
+    assert sender.statistics().retransmitted == 4
+
+
+def test_an_answer_may_not_allow_more_than_there_is() -> None:
+    sender = make_sender(repair=Repair())
+    send_all(sender)
+
+    sender.receive_untrusted(Bitmap(*NAMES, NOTHING, allowed=-(2**40)), now=0.0)
+
+    assert send_all(sender) == list(range(10))
 
 
 def test_a_stop_while_sending_is_an_early_stop() -> None:

@@ -83,7 +83,7 @@ MESSAGES: tuple[Message, ...] = (
     Begin(1, 0, 32.0, 0.125, 1.0, 3.0, 4),
     Mean(1, 0, 96.0, 0.5, False, 2.0, None, "no check", 7.0, 8),
     Probe(*KEY),
-    Bitmap(*KEY, b"\xff\x60"),
+    Bitmap(*KEY, b"\xff\x60", 3),
     Stop(*KEY, b"\xff\xe0"),
     Mark(*KEY, 65536),
     MarkSeen(*KEY, 65536),

@@ -13,6 +13,7 @@ from tailbound.protocol.deadline import Deadlines
 from tailbound.protocol.events import Direction, RoundKey, peer_name
 from tailbound.protocol.plan import Limits
 from tailbound.protocol.receiver import Receiver
+from tailbound.protocol.repair import Repairs
 from tailbound.protocol.sender import Sender
 from tailbound.protocol.shards import Shard, cut_shards
 from tailbound.protocol.sinks import Sink
@@ -36,7 +37,11 @@ class MeshPlan:
     owed: Residuals | None = field(init=False, compare=False)
     """What of this rank's means was lost, with ``p_back``."""
 
+    repairs: Repairs = field(init=False, compare=False)
+    """What is known of the losses towards each other rank."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "repairs", Repairs(self.bound))
         object.__setattr__(self, "deadlines", Deadlines(self.bound))
         object.__setattr__(self, "residuals", Residuals.for_bound(self.bound))
         self.forget_owed()
@@ -109,6 +114,7 @@ class MeshPlan:
             timeout_s=math.inf,
             silence_s=self.limits.silence_s,
             is_ascending=is_back or self.bound.order != "norm",
+            repair=self.repairs.of(peer, key.direction),
         )
 
     def make_receiver(

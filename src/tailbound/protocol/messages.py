@@ -159,6 +159,8 @@ class Bitmap(_RoundMessage, frozen=True):
     """Receiver to sender: what has arrived, one bit a chunk, most significant first."""
 
     bits: bytes
+    allowed: int = 0
+    """Chunks that may be missing when the round closes."""
 
 
 class Stop(_RoundMessage, frozen=True):

@@ -3,12 +3,13 @@
 Buckets take turns: round i is bucket i modulo the number of buckets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tailbound.config import LossBound
 from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import Direction, RoundKey
 from tailbound.protocol.messages import BucketSpec
+from tailbound.protocol.repair import Repairs
 from tailbound.protocol.wire import COUNTER_PERIOD
 from tailbound.reduction import FORMATS
 
@@ -32,6 +33,11 @@ class Plan:
     world_size: int
     limits: Limits
     first_counter: int = 1
+    repairs: Repairs = field(init=False, compare=False)
+    """What is known of the losses towards each peer."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "repairs", Repairs(self.bound))
 
     def layout(self, bucket: int) -> ChunkLayout:
         """How a bucket is cut."""

@@ -168,7 +168,9 @@ class Receiver:
         if self.state is ReceiverState.OPEN:
             self._probes += 1
             key, bits = self.key, pack_bits(self.arrived_C)
-            self._outbox.append(Bitmap(key.counter, key.bucket, key.direction, bits))
+            self._outbox.append(
+                Bitmap(key.counter, key.bucket, key.direction, bits, self._allowed)
+            )
 
     def receive_mark_untrusted(self, sent_bytes: int) -> None:
         """Answer a pacing mark; the queue is drained up to it.

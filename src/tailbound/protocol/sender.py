@@ -26,6 +26,7 @@ from tailbound.protocol.chunks import ChunkLayout
 from tailbound.protocol.events import RoundKey
 from tailbound.protocol.messages import Bitmap, Mark, MarkSeen, Probe, Stop
 from tailbound.protocol.pacing import Window
+from tailbound.protocol.repair import Repair
 from tailbound.protocol.wire import unpack_bits_untrusted
 
 
@@ -92,10 +93,12 @@ class Sender:
         timeout_s: float,
         silence_s: float,
         is_ascending: bool = False,
+        repair: Repair | None = None,
     ) -> None:
         self.key, self.layout, self.peer = key, layout, peer
         self.is_ascending = is_ascending
         """The order ascends, but for one wrap-around."""
+        self._repair = None if repair is None else repair.begin(layout.num_chunks)
         self.state = SenderState.SENDING
         self.window = Window(window_bytes)
         self._order_C = order_C
@@ -134,8 +137,8 @@ class Sender:
         if num < 1:
             return None
         end = self._position + num
-        if self._position <= self._tail_at < end:
-            end = self._tail_at + 1
+        if self._tails and self._position <= self._tails[0] < end:
+            end = self._tails.pop(0) + 1
         batch_K = self._due_K[self._position : end]
         num_bytes = len(batch_K) * segment
         if self._first_sent_s is None:
@@ -201,7 +204,15 @@ class Sender:
         self.window.on_seen_untrusted(self.window.sent_bytes)
         self._sends += 1
         self._note_progress(int(np.count_nonzero(arrived_C)), now)
-        self._begin_pass(self._order_C[~arrived_C[self._order_C]])
+        due_K = self._order_C[~arrived_C[self._order_C]]
+        if self._repair is not None:
+            allowed = min(max(message.allowed, 0), self.layout.num_chunks)
+            copies = self._repair.next_copies(len(due_K), allowed, self._sent)
+            if copies > 1:
+                # One after the other: what strikes a chunk spares its copy.
+                due_K = np.tile(due_K, copies)
+                self.is_ascending = False
+        self._begin_pass(due_K)
 
     @property
     def arrived_C(self) -> NDArray[np.bool_] | None:
@@ -253,12 +264,10 @@ class Sender:
     def _begin_pass(self, due_K: NDArray[np.int64]) -> None:
         self._due_K = due_K
         self._position = 0
-        self._tail_at = -1
-        """Where the short last chunk stands in this pass; -1: nowhere."""
+        self._tails: list[int] = []
+        """Where the short last chunk stands in this pass."""
         if self._has_tail:
-            (found,) = np.nonzero(due_K == self.layout.num_full)
-            if found.size:
-                self._tail_at = int(found[0])
+            self._tails = np.flatnonzero(due_K == self.layout.num_full).tolist()
 
     def _move(self, event: str) -> None:
         state = TRANSITIONS.get((self.state, event))

@@ -348,6 +348,7 @@ class ServerRounds:
                 timeout_s=limits.timeout_s,
                 silence_s=limits.silence_s,
                 is_ascending=True,
+                repair=self.plan.repairs.of(rank, Direction.BACK),
             )
             for rank in range(self.plan.world_size)
         }

@@ -77,6 +77,7 @@ class WorkerRound:
                 timeout_s=plan.limits.timeout_s,
                 silence_s=plan.limits.silence_s,
                 is_ascending=plan.bound.order != "norm",
+                repair=plan.repairs.of(SERVER_RANK, Direction.IN),
             )
         # Open from the start: the mean's datagrams may overtake the stop over TCP,
         # and once the server computes a mean it never asks for this gradient again.
