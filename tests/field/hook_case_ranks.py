@@ -30,7 +30,7 @@ from field.dropping import Rule, losing
 from tailbound.protocol.events import Direction
 from tailbound.training.buckets import parameter_digest
 from training.hook_ranks import EXACT, QUICK
-from training.ranks import Vector, plain_sgd
+from training.ranks import Vector, leave, plain_sgd
 
 P20 = tailbound.LossBound.fixed(0.2)
 HIDDEN = 100
@@ -488,4 +488,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(json.dumps({mode: MODES[mode]() for mode in sys.argv[1:]}), flush=True)
-    dist.destroy_process_group()
+    leave()

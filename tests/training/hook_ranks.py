@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tailbound
 from tailbound.training.buckets import parameter_digest
+from training.ranks import leave
 
 EXACT = tailbound.LossBound.fixed(0.0)
 QUICK = tailbound.Transport(timeout_s=20.0)
@@ -297,4 +298,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(json.dumps({mode: MODES[mode]() for mode in sys.argv[1:]}), flush=True)
-    dist.destroy_process_group()
+    leave()

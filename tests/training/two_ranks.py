@@ -15,7 +15,7 @@ from tailbound.protocol.messages import BucketSpec
 from tailbound.training.attaching import attach_through
 from tailbound.training.exchange import Exchange, ProcessGroupExchange
 from training.fakes import HandClock
-from training.ranks import EXACT, Vector, build_mlp, plain_sgd
+from training.ranks import EXACT, Vector, build_mlp, leave, plain_sgd
 
 
 def train(network: tailbound.LossBound | None) -> list[list[float]]:
@@ -40,8 +40,8 @@ def both_networks() -> None:
     """Exact averaging over gloo, then the transport, met in the group's store."""
     dist.init_process_group("gloo")
     told = {"exact": train(None), "bounded": train(EXACT)}
-    dist.destroy_process_group()
     print(json.dumps(told))
+    leave()
 
 
 def forgotten() -> None:
@@ -104,8 +104,8 @@ def ddp_threshold() -> None:
     told["ddp_again"] = [
         float(p.grad) for p in model.parameters() if p.grad is not None
     ]
-    dist.destroy_process_group()
     print(json.dumps(told))
+    leave()
 
 
 class CountingExchange(ProcessGroupExchange):
@@ -139,8 +139,8 @@ def buffers() -> None:
             job.step()
             assert norm.running_mean is not None
             told.append(float(norm.running_mean))
-    dist.destroy_process_group()
     print(json.dumps(told))
+    leave()
 
 
 def local_sgd() -> None:
@@ -160,8 +160,8 @@ def local_sgd() -> None:
             sgd.average()
             told.append(model.w.item())
         sgd.job.check_replicas()
-    dist.destroy_process_group()
     print(json.dumps([*told, 1]))
+    leave()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import tailbound
 from tailbound.training.adapters.fsdp import bound_replicas
 from training.adapters.launch import tell
+from training.ranks import leave
 
 EXACT = tailbound.LossBound.fixed(0.0)
 QUICK = tailbound.Transport(timeout_s=20.0)
@@ -208,4 +209,4 @@ if __name__ == "__main__":
     dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     modes = (exact, bfloat16, lossy, refused, single, lost)
     tell(dist.get_rank(), {mode.__name__: mode(dims) for mode in modes})
-    dist.destroy_process_group()
+    leave()
