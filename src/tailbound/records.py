@@ -128,6 +128,11 @@ class StepReport(
     """How far this rank's parameters were from the owners' when they were made equal
     after this step: L2 norm of the difference over that of the parameters. None: they
     were not (``LossBound.p_back``)."""
+    loss_scale: float = 1.0
+    """Factor that losses and gradients carried; ``loss`` and ``norm`` are without."""
+    non_finite: bool = False
+    """The reduced gradient had inf or NaN. The detector ignored it; with a GradScaler
+    no optimizer stepped, on any rank."""
 
     def __post_init__(self) -> None:
         restore_nan(self, "norm", self.norm)

@@ -1,6 +1,6 @@
 """What came out of a run, in words."""
 
-from report.synthetic import make_settings, one_epoch, one_round
+from report.synthetic import make_settings, one_check, one_epoch, one_round
 from tailbound.records import Record
 from tailbound.report.summary import Summary, summarise
 from tailbound.report.verdict import headline, warnings
@@ -144,6 +144,24 @@ def test_what_a_deadline_gave_up_is_a_warning() -> None:
         "up beyond the loss bound.",
         "A deadline cut 2 gradients of the phase-aware run: 10.0 % of all chunks were "
         "given up beyond the loss bound.",
+    ]
+
+
+def test_steps_whose_gradient_was_not_finite_are_a_warning() -> None:
+    """Two ranks tell of step 1; steps 1 and 3 are two."""
+    summary = make_summary(
+        one_check("fixed", 1, 0, non_finite=True),
+        one_check("fixed", 1, 1, non_finite=True),
+        one_check("fixed", 2),
+        one_check("fixed", 3, non_finite=True),
+        one_epoch("fixed", 1),
+        one_check("adaptive", 1),
+        one_epoch("adaptive", 1),
+        bursts=(),
+    )
+
+    assert warnings(summary) == [
+        "In 2 steps of the fixed run the gradient had inf or NaN."
     ]
 
 

@@ -83,6 +83,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Those that the loss bound did not allow: a deadline gave them up."""
     cut_rounds: int = 0
     """Rounds that a deadline closed above their bound."""
+    non_finite_steps: int = 0
+    """Steps whose reduced gradient had inf or NaN."""
     probes_per_round: float | None
     critical_share: float | None
     """Rounds under the critical bound, over all rounds."""

@@ -118,6 +118,7 @@ def summarise_run(
             sum(report.num_chunks for report in way_in),
         ),
         cut_rounds=sum(report.given_up > 0 for report in way_in),
+        non_finite_steps=len({r.step for r in run.steps if r.non_finite}),
         probes_per_round=share(sum(report.probes for report in way_in), len(way_in)),
         critical_share=share(sum(report.critical for report in way_in), len(way_in)),
         steps=max((record.step for record in everything), default=0),

@@ -86,6 +86,11 @@ def warnings(summary: Summary) -> list[str]:
                 f"run: {percent(run.beyond_share)} of all chunks were given up beyond "
                 "the loss bound."
             )
+        if run.non_finite_steps:
+            lines.append(
+                f"In {plural(run.non_finite_steps, 'step')} of the {name} run the "
+                "gradient had inf or NaN."
+            )
         if run.identical is False:
             lines.append(
                 f"The parameters of the {name} run differed between ranks: "

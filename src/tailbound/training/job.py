@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 from tailbound.compute.budget import Budget, StepSample
@@ -28,11 +29,13 @@ from tailbound.training.reducing import (
     reduce_gradients,
     resync_parameters,
 )
+from tailbound.training.scaling import scale_of, step_optimizer
 from tailbound.training.step_records import describe_step, label_rounds
 
 _log = logging.getLogger("tailbound")
 
 OnRecord = Callable[[Record], None]
+SKIPPED = "step %d skipped: no rank had a micro-batch; said once (StepReport.skipped)"
 
 
 class Job:
@@ -176,22 +179,27 @@ class Job:
         check_weight(weight)
         self._accumulation.declare(weight)
 
-    def step(self, *, loss_scale: float = 1.0) -> StepReport:
+    def step(
+        self, *, loss_scale: float = 1.0, scaler: GradScaler | None = None
+    ) -> StepReport:
         """Exchange the accumulated gradients, step the optimizer, clear them.
 
-        With nothing accumulated this rank joins with weight 0; if no rank has
-        anything, no optimizer steps.
+        With nothing accumulated this rank joins with weight 0; if none has, no
+        optimizer steps.
 
         Args:
             loss_scale: factor that the loss was multiplied by; for the detector.
+            scaler: instead of that: it unscales, steps and updates, on all ranks alike.
 
         Returns:
             What this step cost and lost.
 
         Raises:
+            ConfigError: both a scaler and a loss_scale.
             TailboundError: the exchange failed; the job is over.
         """
         self._require_open()
+        loss_scale = scale_of(scaler, loss_scale)
         threshold_s = self.threshold_s
         work = self._accumulation.finish()
         begun_s = time.perf_counter()
@@ -203,17 +211,14 @@ class Job:
         if self._held is not None:
             self._held.share_buffers(self._exchange.all_gather, self.rank)
         exchange_s = time.perf_counter() - begun_s
-        skipped = reduced[0].total_weight == 0
-        if not skipped:
-            push_gradients(self._buckets, reduced[0], self._budget)
-            self._optimizer.step()
+        left_out = False
+        if reduced[0].total_weight:
+            buckets = self._buckets
+            push_gradients(buckets, reduced[0], self._budget)
+            left_out = step_optimizer(self._optimizer, scaler, self._exchange, buckets)
         elif self.rank == 0 and not self._told_skip:
             self._told_skip = True
-            _log.warning(
-                "step %d skipped: no rank had a micro-batch; later ones are skipped "
-                "without a warning, see StepReport.skipped",
-                self._step,
-            )
+            _log.warning(SKIPPED, self._step)
         self._optimizer.zero_grad()
         is_due = self._exchange.is_resync_due(self._step)
         drift = resync_parameters(self._exchange, self._buckets) if is_due else None
@@ -229,6 +234,8 @@ class Job:
             exchange_s=exchange_s,
             threshold_s=threshold_s,
             drift=drift,
+            loss_scale=loss_scale,
+            left_out=left_out,
         )
         self._epochs.end_step(int(work.computed))
         self._accumulation.clear()
@@ -244,8 +251,8 @@ class Job:
         All ranks call this after the same step, such as the last one.
 
         Returns:
-            What was decided and what the choice before it brought; None if there is no
-            compute bound, or no step since the last look.
+            What was decided and what the choice before it brought; None without a
+            compute bound, or a step since the last look.
 
         Raises:
             TailboundError: the exchange failed; the job is over.

@@ -118,6 +118,7 @@ class MeshSteps(ABC):
             compute_s=now_s - self._ended_s - exchange_s,
             exchange_s=exchange_s,
             threshold_s=None,
+            loss_scale=self.loss_scale,
         )
         self._ended_s = now_s
         if self._on_record is not None:

@@ -33,6 +33,8 @@ def describe_step(
     exchange_s: float,
     threshold_s: float | None,
     drift: float | None = None,
+    loss_scale: float = 1.0,
+    left_out: bool = False,
 ) -> StepReport:
     """One step as one rank saw it.
 
@@ -47,6 +49,8 @@ def describe_step(
         exchange_s: the exchange, waiting for slower ranks included.
         threshold_s: that held in this step, if one did.
         drift: between the replicas, if they were made equal after it.
+        loss_scale: factor that losses and gradients carry.
+        left_out: a scaler found that a gradient is not finite.
     """
     ways_in = [report for report in rounds if report.direction == "in"]
     num_chunks = sum(report.num_chunks for report in ways_in)
@@ -56,6 +60,7 @@ def describe_step(
     # In a mesh the last bucket carries the verdict on the step, so it wins a draw.
     told = max(reversed(reduced), key=lambda event: event.ratio or 0.0)
     strictest = min(reduced, key=lambda event: event.p)
+    norm = math.hypot(*(event.norm for event in reduced))
     return StepReport(
         run=run,
         rank=rank,
@@ -67,11 +72,11 @@ def describe_step(
         exchange_s=exchange_s,
         p=strictest.p,
         critical=strictest.critical,
-        norm=math.hypot(*(event.norm for event in reduced)),
+        norm=norm,
         ratio=told.ratio,
         verdict=told.verdict,
         missing_share=missing / num_chunks if num_chunks else 0.0,
-        loss=work.loss,
+        loss=None if work.loss is None else work.loss / loss_scale,
         planned=work.planned,
         computed=work.computed,
         total_planned=told.total_planned,
@@ -81,4 +86,6 @@ def describe_step(
         partial_share=work.partial_share,
         latency_s=work.latency_s,
         drift=drift,
+        loss_scale=loss_scale,
+        non_finite=left_out or not math.isfinite(norm),
     )
