@@ -205,8 +205,11 @@ class Tls:
         """See ``Channel``."""
         if not self.is_open:
             self._held += data
-        elif data:
-            self._tls.write(data)
+        elif data and self.failure is None:
+            try:
+                self._tls.write(data)
+            except ssl.SSLError as error:  # the peer has ended TLS
+                self._fail(error)
             self.outgoing += self._out.read()
 
     def _shake_hands(self) -> None:
