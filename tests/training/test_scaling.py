@@ -17,6 +17,7 @@ from tailbound.training.attaching import MakeExchange, attach_through
 from tailbound.training.buckets import FlatBucket
 from tailbound.training.exchange import LocalExchange
 from tailbound.training.scaling import step_optimizer
+from training.mesh_ranks import run_mesh
 from training.ranks import Vector, plain_sgd, run_ranks
 
 SIZE = 1000
@@ -171,3 +172,39 @@ def test_with_a_lossy_way_back_ranks_ask_each_other(
     assert exchange.told == [bytes([not math.isfinite(own)])]
     assert left_out == (weight == 0.0)
     assert (model.w.item(), scaler.get_scale()) == (weight, scale)
+
+
+def test_s10_an_inf_that_one_rank_never_received_counts_for_both() -> None:
+    """Rank 1 owns the shard with the inf; towards rank 0 its chunk is always lost.
+
+    In step 2. The scale halves, and doubles after two steps that are finite.
+    """
+
+    def has_inf(header: np.void, data: bytes) -> bool:
+        return bool(np.isinf(np.frombuffer(data, np.float32)).any())
+
+    def six_steps(rank: int, make: MakeExchange) -> tuple[Any, ...]:
+        model = Vector(4 * SIZE)
+        scaler = GradScaler("cpu", init_scale=65536.0, growth_interval=2)
+        scales, reports = [], []
+        with attach_through(make, model, plain_sgd(model)) as job:
+            for step in range(1, 7):
+                x = torch.ones(1, 4 * SIZE)
+                if (rank, step) == (1, 2):
+                    x[0, -1] = math.inf
+                job.backward(scaler.scale(model(x)))
+                reports.append(job.step(scaler=scaler))
+                scales.append(scaler.get_scale())
+            job.resync()
+            job.check_replicas()
+        return scales, [r.non_finite for r in reports], set(model.w.tolist())
+
+    bound = LossBound(p_low=0.0, p_high=0.0, p_back=0.2, resync_every=100)
+    with losing(has_inf):
+        outcomes = run_mesh(
+            six_steps, bound=bound, transport=Transport(mtu=1500, timeout_s=20.0)
+        )
+
+    expected = [65536.0, 32768.0, 32768.0, 65536.0, 65536.0, 131072.0]
+    left_out = [False, True, False, False, False, False]
+    assert outcomes == 2 * [(expected, left_out, {-5.0})]
