@@ -1,0 +1,245 @@
+"""What a flood of datagrams does to a running job: to its results, and to its rounds.
+
+    python benchmarks/flood.py --millions 10      (root, for copies of real datagrams)
+
+One worker and its server on loopback. Before each turn the job runs beside nothing, then
+beside the same flood sent to a port of somebody else, then beside the flood sent to the
+server's port. The middle one is the flood's share of the CPU; what the last one adds to
+it is our own cost of sorting it out. Kinds, in equal parts:
+
+    garbage     random bytes
+    forged      the job's real headers around random data, from another port
+    replayed    the job's own datagrams once more, from the worker's own address
+"""
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import platform
+import random
+import socket
+import statistics
+import struct
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tailbound
+from tailbound.config import LossBound, Transport
+from tailbound.protocol.messages import BucketSpec
+from tailbound.protocol.wire import HEADER_BYTES
+from tailbound.transport.group import Group, Server
+
+SOL_UDP, UDP_SEGMENT = 17, 103
+MTU = 1500
+SEGMENT = MTU - 28
+KINDS = ("garbage", "forged", "replayed")
+TURNS = ("nothing", "elsewhere", "server")
+
+
+def serve(conn: Any) -> None:
+    server = Server(1, transport=Transport(mtu=MTU, timeout_s=120.0))
+    conn.send(server.address)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    conn.recv()
+    (conduit,) = server.station.conduits.values()
+    conn.send(conduit.udp.address[1])
+    thread.join()
+    counters = server.endpoint.counters()
+    conn.send(
+        {
+            "foreign": counters.foreign,
+            "stale": counters.stale,
+            "malformed": counters.malformed,
+            "overflow": conduit.udp.statistics().overflow,
+        }
+    )
+
+
+def work(conn: Any, address: str, num: int) -> None:
+    """Rounds until told to stop; says how long each took, and whether it was exact."""
+    group = Group(
+        address,
+        rank=0,
+        world_size=1,
+        buckets=(BucketSpec("float32", ("gradient",), ((num,),)),),
+        bound=LossBound.fixed(0.0),
+        transport=Transport(mtu=MTU, timeout_s=120.0),
+    )
+    conn.send("joined")
+    rounds = 0
+    while True:
+        if conn.poll():
+            if conn.recv() == "close":
+                break
+            conn.send("ready")
+        rounds += 1
+        values = np.full(num, float(rounds), np.float32)
+        begun = time.perf_counter()
+        group.all_reduce(values, 1.0)
+        took_s = time.perf_counter() - begun
+        conn.send((took_s, bool((values == float(rounds)).all())))
+    group.close()
+
+
+def capture(port: int, num: int) -> tuple[int, list[bytes]]:
+    """Datagrams that go to this port; and the port that they come from."""
+    seen: list[bytes] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_UDP) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+        while len(seen) < num:
+            packet = raw.recv(65535)
+            udp = packet[(packet[0] & 15) * 4 :]
+            source, target = struct.unpack_from("!2H", udp)
+            if target != port:
+                continue
+            worker, data = source, udp[8:]  # several, where the kernel joined them
+            seen += [data[at : at + SEGMENT] for at in range(0, len(data), SEGMENT)]
+    return worker, [datagram for datagram in seen if len(datagram) == SEGMENT]
+
+
+def flood(conn: Any, port: int, worker: int, seen: list[bytes], seed: int) -> None:
+    """Send kind after kind to the ports that come, until told to stop."""
+    rng = random.Random(seed)
+    garbage = [rng.randbytes(44 * SEGMENT) for _ in range(4)]
+    forged = [
+        b"".join(
+            datagram[:HEADER_BYTES] + rng.randbytes(SEGMENT - HEADER_BYTES)
+            for datagram in rng.choices(seen, k=44)
+        )
+        for _ in range(4)
+    ]
+    ancillary = [(SOL_UDP, UDP_SEGMENT, struct.pack("=H", SEGMENT))]
+    sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_UDP)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # it gets copies, unread
+    while (order := conn.recv()) is not None:
+        target, num = order
+        header = struct.pack("!4H", worker, target, 8 + SEGMENT, 0)
+        replayed = [header + datagram for datagram in rng.sample(seen, k=44)]
+        begun, sent = time.perf_counter(), dict.fromkeys(KINDS, 0)
+        while min(sent.values()) < num:
+            for kind, batches in (("garbage", garbage), ("forged", forged)):
+                batch = batches[sent[kind] // 44 % 4]
+                sender.sendmsg([batch], ancillary, 0, ("127.0.0.1", target))
+                sent[kind] += 44
+            for datagram in replayed:
+                raw.sendto(datagram, ("127.0.0.1", 0))
+            sent["replayed"] += 44
+        conn.send((sent, time.perf_counter() - begun))
+
+
+def times_of(conn: Any) -> list[float]:
+    """Of the rounds since the last call; every one must have been exact."""
+    times = []
+    while conn.poll():
+        took_s, is_exact = conn.recv()
+        assert is_exact, "a result was changed"
+        times.append(took_s)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--millions", type=float, default=10.0)
+    parser.add_argument("--mbytes", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    server_near, server_far = mp.Pipe()
+    server = mp.Process(target=serve, args=(server_far,))
+    server.start()
+    near, far = mp.Pipe()
+    num = options.mbytes * 1_000_000 // 4
+    worker = mp.Process(target=work, args=(far, server_near.recv(), num))
+    worker.start()
+    near.recv()
+    server_near.send("where?")
+    port = server_near.recv()
+    worker_port, seen = capture(port, 2000)
+    elsewhere = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    elsewhere.bind(("127.0.0.1", 0))
+    flood_near, flood_far = mp.Pipe()
+    args = (flood_far, port, worker_port, seen, options.seed)
+    flooder = mp.Process(target=flood, args=args)
+    flooder.start()
+    each = int(options.millions * 1e6 / options.repeats / len(KINDS)) + 1
+    turns: list[dict[str, Any]] = []
+    for repeat in range(options.repeats):
+        for turn in TURNS:
+            times_of(near)
+            sent, seconds = dict.fromkeys(KINDS, 0), 2.0
+            if turn == "nothing":
+                time.sleep(seconds)
+            else:
+                target = port if turn == "server" else elsewhere.getsockname()[1]
+                flood_near.send((target, each))
+                sent, seconds = flood_near.recv()
+            times_s = times_of(near)
+            turns.append(
+                {
+                    "repeat": repeat,
+                    "turn": turn,
+                    "rounds": len(times_s),
+                    "median_round_ms": statistics.median(times_s) * 1e3,
+                    "sent": sent,
+                    "seconds": seconds,
+                }
+            )
+            print(
+                f"{repeat} {turn:9}: {turns[-1]['median_round_ms']:.1f} ms a round "
+                f"({len(times_s)} rounds), "
+                f"{sum(sent.values()) / seconds / 1e6:.2f} million datagrams a second"
+            )
+    flood_near.send(None)
+    near.send("close")
+    server_near_answer = server_near.recv()
+    for process in (flooder, worker, server):
+        process.join()
+
+    def ratio(above: str, below: str) -> float:
+        found = {(t["repeat"], t["turn"]): t["median_round_ms"] for t in turns}
+        return statistics.median(
+            found[repeat, above] / found[repeat, below]
+            for repeat in range(options.repeats)
+        )
+
+    ratios = {
+        "elsewhere_over_nothing": ratio("elsewhere", "nothing"),
+        "server_over_nothing": ratio("server", "nothing"),
+        "server_over_elsewhere": ratio("server", "elsewhere"),
+    }
+    total = sum(sum(t["sent"].values()) for t in turns if t["turn"] == "server")
+    print(f"{total} datagrams to the server, every mean exact; it counted")
+    print(f"{server_near_answer}; rounds took {ratios}")
+    if options.out is not None:
+        record = {
+            "benchmark": "flood",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "configuration": {
+                key: value for key, value in vars(options).items() if key != "out"
+            },
+            "versions": {
+                "tailbound": tailbound.__version__,
+                "python": platform.python_version(),
+                "numpy": np.__version__,
+                "kernel": platform.release(),
+            },
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "turns": turns,
+            "datagrams_to_the_server": total,
+            "counted": server_near_answer,
+            "median_ratio": ratios,
+        }
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
