@@ -1,11 +1,11 @@
 """What a flood of datagrams does to a running job: to its results, and to its rounds.
 
-    python benchmarks/flood.py --millions 10      (root, for copies of real datagrams)
+    python benchmarks/flood.py --millions 10
 
-One worker and its server on loopback. Before each turn the job runs beside nothing, then
-beside the same flood sent to a port of somebody else, then beside the flood sent to the
-server's port. The middle one is the flood's share of the CPU; what the last one adds to
-it is our own cost of sorting it out. Kinds, in equal parts:
+One worker and its server on loopback. In each turn the job runs beside nothing, then
+beside a flood to a port of somebody else, then beside the same to the server's port.
+The middle one is the flood's share of the CPU; what the last one adds to it is what the
+datagrams cost us. Kinds (needs root, for copies of real datagrams):
 
     garbage     random bytes
     forged      the job's real headers around random data, from another port
@@ -13,6 +13,7 @@ it is our own cost of sorting it out. Kinds, in equal parts:
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -39,7 +40,8 @@ SOL_UDP, UDP_SEGMENT = 17, 103
 MTU = 1500
 SEGMENT = MTU - 28
 KINDS = ("garbage", "forged", "replayed")
-TURNS = ("nothing", "elsewhere", "server")
+BATCH = 44
+"""Datagrams of a call: 64 KiB."""
 
 
 def serve(conn: Any) -> None:
@@ -105,34 +107,31 @@ def capture(port: int, num: int) -> tuple[int, list[bytes]]:
 
 
 def flood(conn: Any, port: int, worker: int, seen: list[bytes], seed: int) -> None:
-    """Send kind after kind to the ports that come, until told to stop."""
+    """Send what is ordered, until told to stop."""
     rng = random.Random(seed)
-    garbage = [rng.randbytes(44 * SEGMENT) for _ in range(4)]
-    forged = [
-        b"".join(
+    batches = {
+        "garbage": rng.randbytes(BATCH * SEGMENT),
+        "forged": b"".join(
             datagram[:HEADER_BYTES] + rng.randbytes(SEGMENT - HEADER_BYTES)
-            for datagram in rng.choices(seen, k=44)
-        )
-        for _ in range(4)
-    ]
+            for datagram in rng.choices(seen, k=BATCH)
+        ),
+    }
     ancillary = [(SOL_UDP, UDP_SEGMENT, struct.pack("=H", SEGMENT))]
     sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_UDP)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # it gets copies, unread
     while (order := conn.recv()) is not None:
-        target, num = order
+        kind, target, num = order
         header = struct.pack("!4H", worker, target, 8 + SEGMENT, 0)
-        replayed = [header + datagram for datagram in rng.sample(seen, k=44)]
-        begun, sent = time.perf_counter(), dict.fromkeys(KINDS, 0)
-        while min(sent.values()) < num:
-            for kind, batches in (("garbage", garbage), ("forged", forged)):
-                batch = batches[sent[kind] // 44 % 4]
-                sender.sendmsg([batch], ancillary, 0, ("127.0.0.1", target))
-                sent[kind] += 44
-            for datagram in replayed:
-                raw.sendto(datagram, ("127.0.0.1", 0))
-            sent["replayed"] += 44
-        conn.send((sent, time.perf_counter() - begun))
+        replayed = [header + datagram for datagram in rng.choices(seen, k=BATCH)]
+        begun = time.perf_counter()
+        for _ in range(-(-num // BATCH)):
+            if kind == "replayed":
+                for datagram in replayed:
+                    raw.sendto(datagram, ("127.0.0.1", 0))
+            else:
+                sender.sendmsg([batches[kind]], ancillary, 0, ("127.0.0.1", target))
+        conn.send(time.perf_counter() - begun)
 
 
 def times_of(conn: Any) -> list[float]:
@@ -172,53 +171,57 @@ def main() -> None:
     flooder.start()
     each = int(options.millions * 1e6 / options.repeats / len(KINDS)) + 1
     turns: list[dict[str, Any]] = []
-    for repeat in range(options.repeats):
-        for turn in TURNS:
+    for repeat, kind in itertools.product(range(options.repeats), KINDS):
+        for where in ("nothing", "elsewhere", "server"):
             times_of(near)
-            sent, seconds = dict.fromkeys(KINDS, 0), 2.0
-            if turn == "nothing":
+            seconds = 2.0
+            if where == "nothing":
                 time.sleep(seconds)
             else:
-                target = port if turn == "server" else elsewhere.getsockname()[1]
-                flood_near.send((target, each))
-                sent, seconds = flood_near.recv()
+                target = port if where == "server" else elsewhere.getsockname()[1]
+                flood_near.send((kind, target, each))
+                seconds = flood_near.recv()
             times_s = times_of(near)
-            turns.append(
-                {
-                    "repeat": repeat,
-                    "turn": turn,
-                    "rounds": len(times_s),
-                    "median_round_ms": statistics.median(times_s) * 1e3,
-                    "sent": sent,
-                    "seconds": seconds,
-                }
-            )
+            turn = {
+                "repeat": repeat,
+                "kind": kind,
+                "where": where,
+                "rounds": len(times_s),
+                "seconds": seconds,
+                "round_ms": seconds * 1e3 / max(len(times_s), 0.5),
+                "million_per_s": 0.0 if where == "nothing" else each / seconds / 1e6,
+            }
+            turns.append(turn)
             print(
-                f"{repeat} {turn:9}: {turns[-1]['median_round_ms']:.1f} ms a round "
-                f"({len(times_s)} rounds), "
-                f"{sum(sent.values()) / seconds / 1e6:.2f} million datagrams a second"
+                f"{repeat} {kind:8} {where:9}: {turn['round_ms']:.1f} ms a round, "
+                f"{turn['million_per_s']:.2f} million datagrams a second"
             )
     flood_near.send(None)
     near.send("close")
-    server_near_answer = server_near.recv()
+    counted = server_near.recv()
     for process in (flooder, worker, server):
         process.join()
 
-    def ratio(above: str, below: str) -> float:
-        found = {(t["repeat"], t["turn"]): t["median_round_ms"] for t in turns}
+    def ratio(kind: str, above: str, below: str) -> float:
+        found = {
+            (turn["repeat"], turn["where"]): turn["round_ms"]
+            for turn in turns
+            if turn["kind"] == kind
+        }
         return statistics.median(
             found[repeat, above] / found[repeat, below]
             for repeat in range(options.repeats)
         )
 
-    ratios = {
-        "elsewhere_over_nothing": ratio("elsewhere", "nothing"),
-        "server_over_nothing": ratio("server", "nothing"),
-        "server_over_elsewhere": ratio("server", "elsewhere"),
-    }
-    total = sum(sum(t["sent"].values()) for t in turns if t["turn"] == "server")
-    print(f"{total} datagrams to the server, every mean exact; it counted")
-    print(f"{server_near_answer}; rounds took {ratios}")
+    ratios = {}
+    for kind in KINDS:
+        ratios[kind] = {
+            "elsewhere_over_nothing": ratio(kind, "elsewhere", "nothing"),
+            "server_over_elsewhere": ratio(kind, "server", "elsewhere"),
+        }
+        print(f"{kind}: {ratios[kind]}")
+    total = each * len(KINDS) * options.repeats
+    print(f"{total} datagrams to the server, every mean exact; it counted {counted}")
     if options.out is not None:
         record = {
             "benchmark": "flood",
@@ -235,7 +238,7 @@ def main() -> None:
             "machine": f"{os.cpu_count()} cores, {platform.machine()}",
             "turns": turns,
             "datagrams_to_the_server": total,
-            "counted": server_near_answer,
+            "counted": counted,
             "median_ratio": ratios,
         }
         options.out.write_text(json.dumps(record, indent=2) + "\n")
