@@ -315,6 +315,35 @@ def test_datagrams_of_another_source_are_foreign() -> None:
         assert peer.worker.counters() == LinkCounters(foreign=1, malformed=1)
 
 
+def test_a_flood_from_another_source_is_left_to_the_kernel(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first thousand are counted, and said once; the peer is heard as before."""
+    with peer_of() as peer:
+        peer.start()
+        ours = ("127.0.0.1", peer.conduit.udp.port)
+        counters = peer.worker.counters
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+            other.bind(("127.0.0.1", 0))
+            for num in range(100, 1001, 100):
+                for _ in range(100):
+                    other.sendto(make_ping(5, 0xFFFF, 548), ours)
+
+                def are_counted(num: int = num) -> bool:
+                    return counters().foreign == num
+
+                peer.settle_for(are_counted)
+            for _ in range(10):
+                other.sendto(make_ping(5, 0xFFFF, 548), ours)
+        peer.udp.sendto(b"malformed", ours)
+
+        peer.settle_for(lambda: counters().malformed)
+
+        assert counters() == LinkCounters(foreign=1000, malformed=1)
+    (record,) = [r for r in caplog.records if "from other addresses" in r.message]
+    assert "1000 datagrams from other addresses than 127.0.0.1 port" in record.message
+
+
 def test_a_datagram_that_is_held_back_arrives_when_it_is_due() -> None:
     with peer_of(delay_s=5.0) as peer:
         peer.udp.sendto(b"malformed", ("127.0.0.1", peer.conduit.udp.port))

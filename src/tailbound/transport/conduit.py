@@ -53,6 +53,8 @@ FIRST_NUDGE_S = 0.004
 ask for it at once; doubles each time."""
 MAX_NUDGES = 5
 NUDGE = encode_control(Nudge())
+FLOOD = 1000
+"""Datagrams of other sources on a link, each counted; a mistake sends a few at most."""
 DEVICE_PAUSE_S = 0.001
 """A full device (ENOBUFS) has no event that says when it has room again."""
 
@@ -108,6 +110,7 @@ class Conduit:
         self.retry_s: float | None = None
         """When to try a full device again."""
         self._peer_address: tuple[Any, ...] | None = None
+        self._num_strangers = 0
         self._batch = memoryview(bytearray(BATCHES_AT_ONCE * BUFFER_BYTES))
         self._pending = self._batch[:0]
         self._pending_segment_bytes = 1
@@ -119,6 +122,21 @@ class Conduit:
         if self._peer_address is None and port:
             self._peer_address = (self.link.address, port, *self.link.scope)
         return self._peer_address
+
+    def count_strangers(self, endpoint: Endpoint, num: int) -> None:
+        """Datagrams of another source; a flood of them is left to the kernel (0038)."""
+        endpoint.count_foreign(self.number, num)
+        is_first = self._num_strangers < FLOOD
+        self._num_strangers += num
+        if is_first and self._num_strangers >= FLOOD and self._peer_address is not None:
+            self.udp.connect(self._peer_address)
+            _log.warning(
+                "%s: %d datagrams from other addresses than %s port %d; the kernel "
+                "drops them from now on",
+                self.link.name,
+                self._num_strangers,
+                *self._peer_address[:2],
+            )
 
     def read_control(self) -> None:
         """Take what the TCP stream has."""

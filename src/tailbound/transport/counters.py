@@ -25,8 +25,12 @@ LOST = frozenset(
         errno.ENETDOWN,
         errno.EPERM,
         errno.EACCES,
+        errno.EPROTO,
+        errno.ENONET,
     }
 )
+# On the receiving side it is all news about what was sent.
+NEWS = LOST | {errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
 
 
 @dataclass(frozen=True, slots=True)

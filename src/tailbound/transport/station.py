@@ -142,7 +142,7 @@ class Station:
             taken += num_bytes
             if expected is not None and address != expected:
                 num = -(-num_bytes // segment_bytes)
-                self.endpoint.count_foreign(conduit.number, num)
+                conduit.count_strangers(self.endpoint, num)
                 continue
             # Neighbours of one size are joined: checking and adding cost per call,
             # and where the kernel joins nothing a call brings one datagram.
@@ -177,7 +177,7 @@ class Station:
             if filled.is_even:
                 self._take(conduit, num * size, size, now)
             else:
-                self.endpoint.count_foreign(conduit.number, filled.num_foreign)
+                conduit.count_strangers(self.endpoint, filled.num_foreign)
                 lengths = filled.length_K.tolist()
                 start = 0
                 while start < num:

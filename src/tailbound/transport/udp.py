@@ -8,6 +8,7 @@ datagram a call does the same elsewhere. Nothing here waits: a full queue is an 
 Source: DESIGN.md, decision 1; spec N2; docs.kernel.org, udp(7) and socket(7).
 """
 
+import contextlib
 import errno
 import logging
 import socket
@@ -27,12 +28,7 @@ from tailbound.transport.batching import (
     segment_ancillary,
 )
 from tailbound.transport.buffers import grant_buffers, warn_if_small
-from tailbound.transport.counters import (
-    BLOCKED,
-    LOST,
-    NOT_BATCHED,
-    UdpStatistics,
-)
+from tailbound.transport.counters import BLOCKED, LOST, NEWS, NOT_BATCHED, UdpStatistics
 from tailbound.transport.datagrams import Received, SegmentTooLargeError, received
 from tailbound.transport.forks import close_in_forked_children
 from tailbound.transport.vector import SO_RXQ_OVFL, DatagramVector, Filled, Joining
@@ -143,6 +139,11 @@ class UdpSocket:
         self._overflow = self._drops_seen = 0
         close_in_forked_children(self)
 
+    def connect(self, address: Address) -> None:
+        """Let the kernel drop what others send; without a route it stays as it is."""
+        with contextlib.suppress(OSError):
+            self._socket.connect(address)
+
     def send_batch(self, batch: Buffer, segment_bytes: int, address: Address) -> int:
         """Hand datagrams to the kernel without waiting.
 
@@ -206,7 +207,7 @@ class UdpSocket:
             except BlockingIOError:
                 return None
             except OSError as error:
-                if error.errno not in LOST:
+                if error.errno not in NEWS:
                     raise
                 _count(self._receive_errors, error)
                 continue
@@ -247,7 +248,7 @@ class UdpSocket:
         try:
             filled = vector.receive(self.fileno(), expected)
         except OSError as error:
-            if error.errno not in LOST:
+            if error.errno not in NEWS:
                 raise
             _count(self._receive_errors, error)
             return None
