@@ -14,29 +14,25 @@ datagrams cost us. Kinds (needs root, for copies of real datagrams):
 
 import argparse
 import itertools
-import json
 import multiprocessing as mp
-import os
-import platform
 import random
 import socket
 import statistics
 import struct
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from recording import write_record
 
-import tailbound
 from tailbound.config import LossBound, Transport
 from tailbound.protocol.messages import BucketSpec
 from tailbound.protocol.wire import HEADER_BYTES
+from tailbound.transport.batching import segment_ancillary
 from tailbound.transport.group import Group, Server
 
-SOL_UDP, UDP_SEGMENT = 17, 103
 MTU = 1500
 SEGMENT = MTU - 28
 KINDS = ("garbage", "forged", "replayed")
@@ -65,7 +61,7 @@ def serve(conn: Any) -> None:
 
 
 def work(conn: Any, address: str, num: int) -> None:
-    """Rounds until told to stop; says how long each took, and whether it was exact."""
+    """Rounds until told to stop; says of each whether its mean was exact."""
     group = Group(
         address,
         rank=0,
@@ -76,17 +72,11 @@ def work(conn: Any, address: str, num: int) -> None:
     )
     conn.send("joined")
     rounds = 0
-    while True:
-        if conn.poll():
-            if conn.recv() == "close":
-                break
-            conn.send("ready")
+    while not conn.poll():
         rounds += 1
         values = np.full(num, float(rounds), np.float32)
-        begun = time.perf_counter()
         group.all_reduce(values, 1.0)
-        took_s = time.perf_counter() - begun
-        conn.send((took_s, bool((values == float(rounds)).all())))
+        conn.send(bool((values == float(rounds)).all()))
     group.close()
 
 
@@ -106,7 +96,7 @@ def capture(port: int, num: int) -> tuple[int, list[bytes]]:
     return worker, [datagram for datagram in seen if len(datagram) == SEGMENT]
 
 
-def flood(conn: Any, port: int, worker: int, seen: list[bytes], seed: int) -> None:
+def flood(conn: Any, worker: int, seen: list[bytes], seed: int) -> None:
     """Send what is ordered, until told to stop."""
     rng = random.Random(seed)
     batches = {
@@ -116,7 +106,7 @@ def flood(conn: Any, port: int, worker: int, seen: list[bytes], seed: int) -> No
             for datagram in rng.choices(seen, k=BATCH)
         ),
     }
-    ancillary = [(SOL_UDP, UDP_SEGMENT, struct.pack("=H", SEGMENT))]
+    ancillary = segment_ancillary(SEGMENT)
     sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_UDP)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # it gets copies, unread
@@ -134,14 +124,13 @@ def flood(conn: Any, port: int, worker: int, seen: list[bytes], seed: int) -> No
         conn.send(time.perf_counter() - begun)
 
 
-def times_of(conn: Any) -> list[float]:
-    """Of the rounds since the last call; every one must have been exact."""
-    times = []
+def rounds_of(conn: Any) -> int:
+    """Since the last call; the mean of every one must have been exact."""
+    rounds = 0
     while conn.poll():
-        took_s, is_exact = conn.recv()
-        assert is_exact, "a result was changed"
-        times.append(took_s)
-    return times
+        assert conn.recv(), "a result was changed"
+        rounds += 1
+    return rounds
 
 
 def main() -> None:
@@ -166,14 +155,14 @@ def main() -> None:
     elsewhere = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     elsewhere.bind(("127.0.0.1", 0))
     flood_near, flood_far = mp.Pipe()
-    args = (flood_far, port, worker_port, seen, options.seed)
+    args = (flood_far, worker_port, seen, options.seed)
     flooder = mp.Process(target=flood, args=args)
     flooder.start()
     each = int(options.millions * 1e6 / options.repeats / len(KINDS)) + 1
     turns: list[dict[str, Any]] = []
     for repeat, kind in itertools.product(range(options.repeats), KINDS):
         for where in ("nothing", "elsewhere", "server"):
-            times_of(near)
+            rounds_of(near)
             seconds = 2.0
             if where == "nothing":
                 time.sleep(seconds)
@@ -181,14 +170,14 @@ def main() -> None:
                 target = port if where == "server" else elsewhere.getsockname()[1]
                 flood_near.send((kind, target, each))
                 seconds = flood_near.recv()
-            times_s = times_of(near)
+            rounds = rounds_of(near)
             turn = {
                 "repeat": repeat,
                 "kind": kind,
                 "where": where,
-                "rounds": len(times_s),
+                "rounds": rounds,
                 "seconds": seconds,
-                "round_ms": seconds * 1e3 / max(len(times_s), 0.5),
+                "round_ms": seconds * 1e3 / max(rounds, 0.5),
                 "million_per_s": 0.0 if where == "nothing" else each / seconds / 1e6,
             }
             turns.append(turn)
@@ -223,25 +212,15 @@ def main() -> None:
     total = each * len(KINDS) * options.repeats
     print(f"{total} datagrams to the server, every mean exact; it counted {counted}")
     if options.out is not None:
-        record = {
-            "benchmark": "flood",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "configuration": {
-                key: value for key, value in vars(options).items() if key != "out"
-            },
-            "versions": {
-                "tailbound": tailbound.__version__,
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-                "kernel": platform.release(),
-            },
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "turns": turns,
-            "datagrams_to_the_server": total,
-            "counted": counted,
-            "median_ratio": ratios,
-        }
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(
+            options.out,
+            "flood",
+            options,
+            turns=turns,
+            datagrams_to_the_server=total,
+            counted=counted,
+            median_ratio=ratios,
+        )
 
 
 if __name__ == "__main__":

@@ -10,18 +10,14 @@ are compared (docs/design/0035).
 
 import argparse
 import itertools
-import json
 import multiprocessing as mp
-import os
-import platform
 import statistics
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from recording import write_record
 
-import tailbound
 from tailbound.config import LossBound, Repairing, Transport
 from tailbound.impairments import BurstLoss, Impairments, IndependentLoss
 from tailbound.protocol.messages import BucketSpec
@@ -128,23 +124,8 @@ def main() -> None:
             f"{row['datagrams_over_plain']:.2f} times the datagrams"
         )
     if options.out is not None:
-        record = {
-            "benchmark": "repair",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "configuration": {
-                key: value for key, value in vars(options).items() if key != "out"
-            }
-            | {"usual_loss": USUAL_LOSS, "burst_loss": BURST_LOSS, "mtu": MTU},
-            "versions": {
-                "tailbound": tailbound.__version__,
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-                "kernel": platform.release(),
-            },
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
+        conditions = {"usual_loss": USUAL_LOSS, "burst_loss": BURST_LOSS, "mtu": MTU}
+        write_record(options.out, "repair", options, conditions=conditions, rows=rows)
 
 
 if __name__ == "__main__":

@@ -12,20 +12,17 @@ both ways; it includes the mean, its norm and all that a real round does.
 
 import argparse
 import itertools
-import json
 import multiprocessing as mp
 import os
-import platform
 import statistics
 import struct
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from recording import write_record
 
-import tailbound
 from tailbound.config import LossBound, Security, Transport
 from tailbound.protocol.messages import BucketSpec
 from tailbound.transport.group import Group, Server
@@ -233,24 +230,10 @@ def main() -> None:
             f"CPU {ratio['cpu']:.1f}"
         )
     if options.out is not None:
-        record = {
-            "benchmark": "throughput",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "configuration": {
-                key: value for key, value in vars(options).items() if key != "out"
-            },
-            "versions": {
-                "tailbound": tailbound.__version__,
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-                "kernel": platform.release(),
-            },
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "pairs": pairs,
-            "median_ratio": ratios if len(ratios) > 1 else ratios[options.security[0]],
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
+        median = ratios if len(ratios) > 1 else ratios[options.security[0]]
+        write_record(
+            options.out, "throughput", options, pairs=pairs, median_ratio=median
+        )
 
 
 if __name__ == "__main__":
