@@ -14,6 +14,11 @@ Rule = Callable[[np.void, bytes], bool]
 """Given a datagram's header and data: whether it is lost."""
 
 
+def holds_inf(data: bytes) -> bool:
+    """Whether a chunk of float32 has an infinity."""
+    return bool(np.isinf(np.frombuffer(data, "<f4")).any())
+
+
 @contextmanager
 def losing(rule: Rule) -> Iterator[None]:
     """Every link opened inside loses by this rule what it sends; pings pass."""

@@ -26,7 +26,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import tailbound
-from field.dropping import Rule, losing
+from field.dropping import Rule, holds_inf, losing
 from tailbound.protocol.events import Direction
 from tailbound.training.buckets import parameter_digest
 from training.hook_ranks import EXACT, QUICK
@@ -286,10 +286,6 @@ def scaled(place: int, rule: Rule) -> dict[str, Any]:
             digests.append(parameter_digest(model))
     state.close()
     return {"scales": scales, "skipped": skipped, "digests": digests}
-
-
-def holds_inf(data: bytes) -> bool:
-    return bool(np.isinf(np.frombuffer(data, "<f4")).any())
 
 
 def s10_hole() -> dict[str, Any]:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tailbound.config import LossBound, Repairing
-from tailbound.impairments import BurstLoss, Impairments, IndependentLoss
+from tailbound.impairments import BurstLoss, Impairments, IndependentLoss, LossModel
 from tailbound.protocol.messages import BucketSpec
+from tailbound.records import RoundReport
 from tailbound.testing import FakeNet
 
 ROUNDS = 20
@@ -21,23 +22,33 @@ ELEMENTS = 131
 """float32 elements of a datagram at MTU 576: (548 - 24) / 4."""
 
 
-def mean_sends(p: float, *, seed: int) -> float:
-    """Mean sends per round of one worker whose datagrams are lost at 70 %."""
-    num = CHUNKS * ELEMENTS
+def make_net(bound: LossBound, *losses: LossModel, seed: int) -> FakeNet:
+    """One worker whose datagrams are lost; 1 ms round trips."""
     net = FakeNet(
         1,
-        (BucketSpec("float32", ("w",), ((num,),)),),
-        LossBound.fixed(p),
-        to_server=Impairments(losses=(IndependentLoss(rate=0.7),), delay_s=0.0005),
+        (BucketSpec("float32", ("w",), ((CHUNKS * ELEMENTS,),)),),
+        bound,
+        to_server=Impairments(losses=losses, delay_s=0.0005),
         to_worker=Impairments(delay_s=0.0005),
         seed=seed,
         mtu=576,
     )
     net.start()
+    return net
+
+
+def way_in_of_a_round(net: FakeNet) -> RoundReport:
+    """One all-reduce."""
+    (event,) = net.all_reduce([np.ones(CHUNKS * ELEMENTS, np.float32)], [1.0])
+    return event.reports[0]
+
+
+def mean_sends(p: float, *, seed: int) -> float:
+    """Mean sends per round of one worker whose datagrams are lost at 70 %."""
+    net = make_net(LossBound.fixed(p), IndependentLoss(rate=0.7), seed=seed)
     sends = []
     for _ in range(ROUNDS):
-        (event,) = net.all_reduce([np.ones(num, np.float32)], [1.0])
-        way_in = event.reports[0]
+        way_in = way_in_of_a_round(net)
         assert way_in.num_chunks == CHUNKS
         assert way_in.missing <= int(p * CHUNKS)
         sends.append(way_in.sends)
@@ -73,24 +84,15 @@ def burst_cost(repair: Repairing, *, seed: int) -> tuple[float, float]:
     Returns:
         Sends a round, and datagrams sent a chunk.
     """
-    num = CHUNKS * ELEMENTS
-    net = FakeNet(
-        1,
-        (BucketSpec("float32", ("w",), ((num,),)),),
+    net = make_net(
         LossBound(p_low=0.008, p_high=0.008, repair=repair),
-        to_server=Impairments(
-            losses=(IndependentLoss(rate=0.02), BurstLoss(rate=0.7, rounds=BURSTS)),
-            delay_s=0.0005,
-        ),
-        to_worker=Impairments(delay_s=0.0005),
+        IndependentLoss(rate=0.02),
+        BurstLoss(rate=0.7, rounds=BURSTS),
         seed=seed,
-        mtu=576,
     )
-    net.start()
     rows = []
     for counter in range(1, BURSTS[-1] + 1):
-        (event,) = net.all_reduce([np.ones(num, np.float32)], [1.0])
-        way_in = event.reports[0]
+        way_in = way_in_of_a_round(net)
         assert way_in.missing <= 8
         if counter in BURSTS:
             sent = CHUNKS + way_in.retransmitted

@@ -108,7 +108,7 @@ def open_sockets() -> int:
     )
 
 
-def leave(code: int = 0) -> NoReturn:
+def leave() -> NoReturn:
     """End this rank's process, once its work is done and told.
 
     Without the interpreter's own shutdown: there torch 2.13 may abort ("terminate
@@ -122,10 +122,9 @@ def leave(code: int = 0) -> NoReturn:
     left = [t.name for t in threading.enumerate() if t.name.startswith("tailbound")]
     if left:
         print(f"threads left: {left}", file=sys.stderr)
-        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(1 if left else 0)
 
 
 def start_ranks(

@@ -4,12 +4,11 @@ import contextlib
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from field.dropping import losing
+from field.dropping import holds_inf, losing
 from tailbound.config import LossBound, Transport
 from tailbound.errors import ConfigError
 from tailbound.records import StepReport
@@ -62,10 +61,7 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all() -> None:
 
 
 def test_an_overflow_whose_chunk_was_given_up_leaves_out_no_step() -> None:
-    def has_inf(header: np.void, data: bytes) -> bool:
-        return bool(np.isinf(np.frombuffer(data, np.float32)).any())
-
-    with losing(has_inf):
+    with losing(lambda header, data: holds_inf(data)):
         outcomes = run_ranks(
             two_steps,
             bound=LossBound.fixed(0.4),
@@ -180,9 +176,6 @@ def test_s10_an_inf_that_one_rank_never_received_counts_for_both() -> None:
     In step 2. The scale halves, and doubles after two steps that are finite.
     """
 
-    def has_inf(header: np.void, data: bytes) -> bool:
-        return bool(np.isinf(np.frombuffer(data, np.float32)).any())
-
     def six_steps(rank: int, make: MakeExchange) -> tuple[Any, ...]:
         model = Vector(4 * SIZE)
         scaler = GradScaler("cpu", init_scale=65536.0, growth_interval=2)
@@ -200,7 +193,7 @@ def test_s10_an_inf_that_one_rank_never_received_counts_for_both() -> None:
         return scales, [r.non_finite for r in reports], set(model.w.tolist())
 
     bound = LossBound(p_low=0.0, p_high=0.0, p_back=0.2, resync_every=100)
-    with losing(has_inf):
+    with losing(lambda header, data: holds_inf(data)):
         outcomes = run_mesh(
             six_steps, bound=bound, transport=Transport(mtu=1500, timeout_s=20.0)
         )
