@@ -251,8 +251,8 @@ class Job:
         All ranks call this after the same step, such as the last one.
 
         Returns:
-            What was decided and what the choice before it brought; None without a
-            compute bound, or a step since the last look.
+            What was decided and what the choice before it brought; None if there is no
+            compute bound, or no step since the last look.
 
         Raises:
             TailboundError: the exchange failed; the job is over.

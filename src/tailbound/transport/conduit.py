@@ -129,14 +129,15 @@ class Conduit:
         is_first = self._num_strangers < FLOOD
         self._num_strangers += num
         if is_first and self._num_strangers >= FLOOD and self._peer_address is not None:
-            self.udp.connect(self._peer_address)
-            _log.warning(
-                "%s: %d datagrams from other addresses than %s port %d; the kernel "
-                "drops them from now on",
-                self.link.name,
-                self._num_strangers,
-                *self._peer_address[:2],
-            )
+            with contextlib.suppress(OSError):  # no route: they go on being counted
+                self.udp.connect(self._peer_address)
+                _log.warning(
+                    "%s: %d datagrams from other addresses than %s port %d; the kernel "
+                    "drops them from now on",
+                    self.link.name,
+                    self._num_strangers,
+                    *self._peer_address[:2],
+                )
 
     def read_control(self) -> None:
         """Take what the TCP stream has."""

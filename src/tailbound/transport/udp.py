@@ -8,7 +8,6 @@ datagram a call does the same elsewhere. Nothing here waits: a full queue is an 
 Source: DESIGN.md, decision 1; spec N2; docs.kernel.org, udp(7) and socket(7).
 """
 
-import contextlib
 import errno
 import logging
 import socket
@@ -140,9 +139,12 @@ class UdpSocket:
         close_in_forked_children(self)
 
     def connect(self, address: Address) -> None:
-        """Let the kernel drop what others send; without a route it stays as it is."""
-        with contextlib.suppress(OSError):
-            self._socket.connect(address)
+        """Let the kernel drop what others send.
+
+        Raises:
+            OSError: there is no route to that address now.
+        """
+        self._socket.connect(address)
 
     def send_batch(self, batch: Buffer, segment_bytes: int, address: Address) -> int:
         """Hand datagrams to the kernel without waiting.
