@@ -15,6 +15,7 @@ datagrams cost us. Kinds (needs root, for copies of real datagrams):
 import argparse
 import itertools
 import multiprocessing as mp
+import os
 import random
 import socket
 import statistics
@@ -141,6 +142,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if os.geteuid() != 0:
+        parser.error("needs root: it copies datagrams from a raw socket")
     server_near, server_far = mp.Pipe()
     server = mp.Process(target=serve, args=(server_far,))
     server.start()
